@@ -1,0 +1,97 @@
+"""Every error that a user can meet, with the HTTP status and the process exit code it maps to.
+
+A message says what was wrong, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PackhorseError(Exception):
+    """Base of all errors raised on purpose.
+
+    `status`: HTTP status. `exit_code`: of the command line. `code`: a short machine-readable name, as in the OpenAI
+    error body. `param`: the field or setting at fault, where there is one.
+    """
+
+    status: ClassVar[int] = 500
+    exit_code: ClassVar[int] = 2
+    code: str = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(PackhorseError):
+    """One request is malformed; its neighbours are not affected."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit the context or the cache."""
+
+    code = "context_length_exceeded"
+
+
+class ModelMismatch(InvalidRequest):
+    """A request names a model other than the one that is loaded."""
+
+    status = 404
+    code = "model_mismatch"
+
+
+class UnsupportedEndpoint(InvalidRequest):
+    """A batch line asks for a URL or method that Packhorse does not serve."""
+
+    status = 404
+    code = "unsupported_endpoint"
+
+
+class ConfigError(PackhorseError):
+    """A setting is wrong, alone or beside another."""
+
+    status = 400
+    code = "invalid_setting"
+
+
+class SourceError(PackhorseError):
+    """A model source cannot be found or read."""
+
+    code = "source_error"
+
+
+class UnsupportedModel(PackhorseError):
+    """A model cannot be cut at its attention calls; the message names the architecture and the operator."""
+
+    code = "unsupported_model"
+
+
+class ParityError(PackhorseError):
+    """A converted model does not reproduce its source; no pack is written."""
+
+    code = "parity_failed"
+
+
+class PackError(PackhorseError):
+    """A folder is not a pack, or is damaged, or has a format this version cannot read."""
+
+    code = "pack_error"
+
+
+class JobError(PackhorseError):
+    """A batch job cannot run or cannot go on."""
+
+    code = "job_error"
+
+
+class StepError(PackhorseError):
+    """A step failed in the runner; carried by the requests that were in it."""
+
+    code = "step_failed"
