@@ -1,0 +1,1 @@
+"""Between characters and token ids: tokenizer, chat template, incremental detokenizer, stop strings."""

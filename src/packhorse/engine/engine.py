@@ -1,0 +1,294 @@
+"""The step loop: requests in, outputs out.
+
+submit ─► Admission ─► Scheduler ─► prepare ─► Runner ─► sample ─► Scheduler ─► OutputBuilder ─► RequestOutput
+                          plan      StepBatch   logits    tokens     append
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from packhorse.config import EngineConfig
+from packhorse.engine.admission import Admission, Limits
+from packhorse.engine.logits_processors import changes_logits, process
+from packhorse.engine.logprobs import token_logprobs
+from packhorse.engine.output_builder import OutputBuilder, RequestState
+from packhorse.engine.outputs import FinishReason, RequestOutput
+from packhorse.engine.request import Request
+from packhorse.engine.sampler import SamplingBatch, sample
+from packhorse.engine.scheduler import Scheduler, StepPlan
+from packhorse.engine.sequence import Sequence
+from packhorse.engine.stats import EngineStats
+from packhorse.engine.step import PreparedStep, prepare
+from packhorse.errors import InvalidRequest, PackhorseError, StepError
+from packhorse.runner.base import Float32, Int32, Runner
+from packhorse.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """Continuous batching of one model. Not thread-safe: one thread calls submit, step and abort.
+
+    clock: seconds, monotonic. context_length: of the model; what is really allowed is `max_model_len`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        context_length: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        limits = Limits(
+            vocab_size=runner.vocab_size,
+            context_length=context_length,
+            cache_tokens=runner.num_blocks * runner.block_size,
+            max_model_len=config.max_model_len,
+        )
+        self.max_model_len = limits.max_len
+        self._runner = runner
+        self._clock = clock
+        self._admission = Admission(limits, tokenizer, eos_token_ids)
+        self._scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.max_num_batched_tokens,
+            max_len=limits.max_len,
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+        )
+        self._table = self._scheduler.table
+        self._outputs = OutputBuilder(tokenizer, self._table)
+        self._states: dict[str, RequestState] = {}
+        self._news: dict[str, RequestState] = {}
+        self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
+        self._steps = self._batched_sequences = self._failed_requests = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not yet given back."""
+        return len(self._states)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest or ContextLengthExceeded, at once, for one that can never run."""
+        if request.request_id in self._states:
+            raise InvalidRequest(f"A request with the id {request.request_id!r} is under way.", param="request_id")
+        sequences = self._admission.sequences(request)
+        self._states[request.request_id] = RequestState(request, sequences, self._clock())
+        self._prompt_tokens += len(request.prompt_token_ids)
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is; what it has goes out with the next step. Unknown ids are ignored."""
+        state = self._states.get(request_id)
+        for sequence in state.sequences if state else []:
+            if not sequence.finished:
+                self._finish(sequence, "abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return the requests that finished in it, and news of streaming ones."""
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._note_first_schedule(plan)
+            prepared = prepare(plan, self._table, self._runner.block_size)
+            try:
+                logits = self._runner.run(prepared.batch)
+            except Exception as error:  # whatever a step raises, the engine lives on and its requests say why
+                self._fail(self._table.running(plan.rows), error)
+            else:
+                self._commit(plan, prepared, logits)
+        return self._collect()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            blocks_used=scheduler.pool.num_used,
+            blocks_total=scheduler.pool.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            computed_tokens=self._computed_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._steps,
+            batched_sequences=self._batched_sequences,
+            preemptions=scheduler.num_preemptions,
+            failed_requests=self._failed_requests,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, rows, queues and requests agree. Cheap enough for every test step."""
+        self._scheduler.check_integrity()
+        live = {id(s) for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        known = {id(s) for state in self._states.values() for s in state.sequences if not s.finished}
+        assert live == known, "the scheduler and the requests do not hold the same sequences"
+
+    def _commit(self, plan: StepPlan, prepared: PreparedStep, logits: Float32) -> None:
+        self._scheduler.commit(plan)
+        self._steps += 1
+        self._batched_sequences += len(plan.rows)
+        self._computed_tokens += plan.total_tokens
+        for row, first, at, count in prepared.prompt_logits:
+            self._score_prompt(row, first, logits[at : at + count])
+        rows = prepared.sampled_rows
+        if len(rows):
+            whole = len(rows) == len(logits)
+            self._sample(rows, logits if whole else logits[prepared.sampled_logits])
+
+    def _score_prompt(self, row: int, first: int, logits: Float32) -> None:
+        sequence = self._table.sequences[row]
+        if sequence is None or sequence.params.prompt_logprobs is None:
+            return
+        for offset, scores in enumerate(logits):
+            following = int(self._table.token_ids[row, first + offset + 1])
+            sequence.prompt_logprobs.append(token_logprobs(scores, following, sequence.params.prompt_logprobs))
+
+    def _sample(self, rows: Int32, logits: Float32) -> None:
+        """One token for each of `rows` from logits float32[len(rows), V]; then what ends here is ended."""
+        table = self._table
+        special = np.flatnonzero(~table.plain[rows]).tolist()
+        raw = {i: logits[i].copy() for i in special if self._wants_raw(int(rows[i]))}
+        for i in special:
+            self._process_logits(int(rows[i]), logits[i])
+        tokens, usable = sample(logits, self._sampling_batch(rows))
+        if not usable.all():
+            bad = table.running(rows[~usable])
+            self._fail(bad, StepError("The model's logits are not finite numbers for this request."))
+            usable = np.array([table.sequences[row] is not None for row in rows.tolist()])  # with them their choices
+            rows, tokens, special, raw = _only(usable, rows, tokens, special, raw)
+        self._finish_scoring_only(rows)
+        growing = table.num_tokens[rows] < table.end[rows]
+        if not growing.all():
+            rows, tokens, special, raw = _only(growing, rows, tokens, special, raw)
+        self._scheduler.append(rows, tokens)
+        self._generated_tokens += len(rows)
+        self._note_first_token(rows)
+        for i in special:
+            self._follow(int(rows[i]), int(tokens[i]), raw.get(i))
+        self._finish_ended(rows, tokens)
+
+    def _sampling_batch(self, rows: Int32) -> SamplingBatch:
+        table = self._table
+        return SamplingBatch(
+            temperature=table.temperature[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows],
+            keys=table.key[rows],
+            positions=(table.num_tokens[rows] - table.prompt_len[rows]).astype(np.uint64),
+        )
+
+    def _wants_raw(self, row: int) -> bool:
+        sequence = self._table.sequences[row]
+        return sequence is not None and sequence.params.logprobs is not None
+
+    def _process_logits(self, row: int, logits: Float32) -> None:
+        sequence = self._table.sequences[row]
+        if sequence is None or not changes_logits(sequence.params):
+            return
+        tokens = self._table.token_ids[row, : self._table.num_tokens[row]]
+        prompt, output = tokens[: sequence.prompt_len], tokens[sequence.prompt_len :]
+        process(logits, sequence.params, prompt, output, sequence.stop_ids)
+
+    def _follow(self, row: int, token: int, raw: Float32 | None) -> None:
+        """What only some sequences need after each token: log-probabilities, text, many stop ids."""
+        sequence = self._table.sequences[row]
+        if sequence is None:
+            return
+        if raw is not None and sequence.params.logprobs is not None:
+            sequence.logprobs.append(token_logprobs(raw, token, sequence.params.logprobs))
+        if token in sequence.stop_ids:
+            self._finish(sequence, "stop", token)
+            return
+        if sequence.text is None:
+            return
+        generated = int(self._table.num_tokens[row]) - sequence.prompt_len
+        sequence.text.push(token, stops_active=generated > sequence.params.min_tokens)
+        if sequence.text.matched is not None:
+            self._finish(sequence, "stop", sequence.text.matched)
+        state = self._states[sequence.request_id]
+        if state.request.stream:
+            self._news[sequence.request_id] = state
+
+    def _finish_ended(self, rows: Int32, tokens: Int32) -> None:
+        table = self._table
+        stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        full = table.num_tokens[rows] >= table.end[rows]
+        for i in np.flatnonzero(stopped | full).tolist():
+            sequence = table.sequences[int(rows[i])]
+            if sequence is None:  # ended in _follow already
+                continue
+            if stopped[i]:
+                self._finish(sequence, "stop", int(tokens[i]))
+            else:
+                self._finish(sequence, "length")
+
+    def _finish_scoring_only(self, rows: Int32) -> None:
+        """Sequences that may not grow (max_tokens 0, or a prompt that fills the context) end with their prompt."""
+        table = self._table
+        for sequence in table.running(rows[table.num_tokens[rows] >= table.end[rows]]):
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        self._scheduler.remove(sequence)
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if sequence.text is not None:
+            sequence.text.finish()
+            if sequence.text.matched is not None and reason != "stop":
+                sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.matched
+        self._news[sequence.request_id] = self._states[sequence.request_id]
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+        """End the requests of these sequences, all their choices, with the error."""
+        failure = error if isinstance(error, PackhorseError) else StepError(f"A step failed: {error!r}.")
+        failure.__cause__ = error if failure is not error else error.__cause__
+        for request_id in dict.fromkeys(s.request_id for s in sequences):
+            state = self._states[request_id]
+            state.error = failure
+            self._failed_requests += 1
+            for sequence in state.sequences:
+                if not sequence.finished:
+                    self._finish(sequence, "error")
+
+    def _collect(self) -> list[RequestOutput]:
+        news, self._news = self._news, {}
+        now = self._clock()
+        outputs = []
+        for request_id, state in news.items():
+            if state.finished:
+                del self._states[request_id]
+            if state.finished or state.request.stream:
+                outputs.append(self._outputs.build(state, now))
+        return outputs
+
+    def _note_first_schedule(self, plan: StepPlan) -> None:
+        fresh = plan.rows[self._table.num_computed[plan.rows] == 0]
+        for sequence in self._table.running(fresh):
+            state = self._states[sequence.request_id]
+            if state.first_scheduled_time is None:
+                state.first_scheduled_time = self._clock()
+
+    def _note_first_token(self, rows: Int32) -> None:
+        table = self._table
+        fresh = rows[table.num_tokens[rows] == table.prompt_len[rows] + 1]
+        for sequence in table.running(fresh):
+            state = self._states[sequence.request_id]
+            if state.first_token_time is None:
+                state.first_token_time = self._clock()
+
+
+def _only(
+    kept: np.ndarray, rows: Int32, tokens: Int32, special: list[int], raw: dict[int, Float32]
+) -> tuple[Int32, Int32, list[int], dict[int, Float32]]:
+    """Drop the rows that are not `kept`, and renumber what refers to the others."""
+    place = np.cumsum(kept) - 1
+    return (
+        rows[kept],
+        tokens[kept],
+        [int(place[i]) for i in special if kept[i]],
+        {int(place[i]): row for i, row in raw.items() if kept[i]},
+    )

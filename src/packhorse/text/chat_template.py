@@ -1,0 +1,69 @@
+"""Chat templates: Jinja programs that come with a model, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from packhorse.errors import InvalidRequest, PackError
+
+Messages = list[dict[str, Any]]
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 asks for
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
+    """JSON as models were trained on it: not escaped for HTML, which is what jinja2's own filter does."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """A compiled template. `special_tokens` (bos_token, eos_token, …) are visible to it by name."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._special_tokens = special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise PackError(f"The chat template has a fault in line {error.lineno}: {error.message}.") from error
+
+    def render(
+        self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt's text. Raises InvalidRequest with the template's own words when it refuses the messages."""
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"The model's chat template cannot render these messages: {error}.", param="messages"
+            ) from error

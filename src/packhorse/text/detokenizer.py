@@ -1,0 +1,138 @@
+"""Token ids to text, at once or token by token, so that joined deltas equal the whole decoded at once.
+
+Two kinds of decoder exist in practice:
+
+- *byte-level* (GPT-2's, Llama 3's, Qwen's …): every token stands for bytes. The text is the bytes' UTF-8, read by an
+  incremental decoder that keeps half a character back until its other half comes.
+- *any other* (SentencePiece-like: `▁` for spaces, `<0xE4>` for bytes …): a token's text depends on its neighbours, so
+  a short window of recent tokens is decoded with and without the new ones, and the difference is the delta.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+import tokenizers
+
+REPLACEMENT = "\ufffd"
+
+
+class IncrementalDecoder(Protocol):
+    """Decodes one sequence. What `push` has returned is never taken back."""
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain now; "" while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """What was kept back, incomplete characters as U+FFFD."""
+        ...
+
+
+class Detokenizer:
+    """Makes decoders for one tokenizer."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._control_ids = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self._bytes = TokenBytes(backend) if decoder.get("type") == "ByteLevel" else None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of all ids together."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def stream(self, skip_special_tokens: bool) -> IncrementalDecoder:
+        """A decoder of one sequence from its first token on."""
+        skipped = self._control_ids if skip_special_tokens else set()
+        if self._bytes is not None:
+            return _ByteDecoder(self._bytes, skipped)
+        return _WindowDecoder(self._backend, skipped)
+
+
+class TokenBytes:
+    """The bytes that each token of a byte-level vocabulary stands for, looked up once."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = _bytes_of(self._backend.id_to_token(token_id) or "")
+        return found
+
+
+class _ByteDecoder:
+    def __init__(self, token_bytes: TokenBytes, skipped: set[int]) -> None:
+        self._bytes = token_bytes
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._utf8.decode(self._bytes[token_id])
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """Decodes `ids[start:]` with and without the tokens after `read`; the difference is new text.
+
+        ids   … a  b  c │ d  e  f │ g
+                start ──┘    read ┘   new token
+
+    The window starts at tokens that gave text already, so that what a decoder does to the first token (dropping its
+    space) happens before the part that is returned. Text that ends in U+FFFD may be half a character: it waits.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skipped: set[int]) -> None:
+        self._backend = backend
+        self._skipped = skipped
+        self._ids: list[int] = []
+        self._start = self._read = 0
+        self._next_try = 0
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        if len(self._ids) < self._next_try:
+            return ""
+        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
+        if after.endswith(REPLACEMENT) or len(after) <= len(before) or not after.startswith(before):
+            # Wait longer each time, so that a run without an end costs no more than a constant times its length.
+            self._next_try = len(self._ids) + 1 + (len(self._ids) - self._read) // 8
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
+        self._start = self._read = len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return str(self._backend.decode(self._ids[start:end], skip_special_tokens=False))
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the other 68 for the characters from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token whose characters are not all in the table (an added one) stands for its own text."""
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8")

@@ -1,0 +1,1 @@
+"""What tests share: a scripted runner, a fake clock, a small tokenizer."""
