@@ -1,0 +1,1 @@
+"""OpenAI's formats: bodies in, bodies out. Batch files use them, and so does any server."""
