@@ -144,7 +144,9 @@ def load_manifest(folder: Path) -> Manifest:
     """Read `folder/pack.json`. Raises PackError when it is absent, damaged or of another format version."""
     path = folder / "pack.json"
     if not path.is_file():
-        raise PackError(f"{folder} is not a pack: it has no pack.json. Make one with `packhorse convert SOURCE {folder}`.")
+        raise PackError(
+            f"{folder} is not a pack: it has no pack.json. Make one with `packhorse convert SOURCE {folder}`."
+        )
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except (ValidationError, ValueError) as error:
