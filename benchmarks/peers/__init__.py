@@ -1,0 +1,1 @@
+"""Packhorse and other engines on one workload, in turn."""
