@@ -14,14 +14,13 @@ from packhorse.engine.random import Uint64, uniform
 from packhorse.runner.base import Float32, Int32
 
 Bool = npt.NDArray[np.bool_]
-Float64 = npt.NDArray[np.float64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 BUCKETS = 512
-"""Weights are counted in this many logarithmic buckets to find the few that a filter can keep, instead of sorting."""
+"""Distances are counted in this many buckets to find the few tokens that a filter can keep, instead of sorting all."""
 
-BUCKET_WIDTH = 0.0625
-"""In nats: bucket i holds weights from exp(-i/16) down to exp(-(i+1)/16) times the largest; the last one the rest."""
+BUCKETS_PER_NAT = np.float32(16)
+"""Bucket i holds distances from i/16 to (i+1)/16 (exact in binary); the last one all the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,56 +49,56 @@ def sample(logits: Float32, batch: SamplingBatch) -> tuple[Int32, Bool]:
     logits: float32[R, V], not changed. Each row's result is a function of its own logits and settings alone.
     """
     tokens = logits.argmax(axis=1).astype(np.int32)  # a NaN counts as the largest
-    usable = np.isfinite(logits[np.arange(len(logits)), tokens])
+    peaks = logits[np.arange(len(logits)), tokens]
+    usable = np.isfinite(peaks)
     drawn = np.flatnonzero((batch.temperature > 0) & usable)
     if len(drawn):
         draws = uniform(batch.keys[drawn], batch.positions[drawn])
-        _draw_rows(logits, drawn, batch.temperature, batch.top_k, batch.top_p, batch.min_p, draws, tokens)
+        row = _Row(logits.shape[1])
+        for i, draw in zip(drawn.tolist(), draws.tolist(), strict=True):
+            row.weigh(logits[i], peaks[i], batch.temperature[i])
+            tokens[i] = row.draw(int(batch.top_k[i]), float(batch.top_p[i]), float(batch.min_p[i]), draw)
     return tokens, usable
 
 
-@_jit
-def _draw_rows(
-    logits: Float32,
-    rows: npt.NDArray[np.int64],
-    temperature: Float32,
-    top_k: Int32,
-    top_p: Float32,
-    min_p: Float32,
-    draws: Float64,
-    tokens: Int32,
-) -> None:
-    weights = np.empty(logits.shape[1], np.float64)
-    for i in range(len(rows)):
-        row = rows[i]
-        _weigh(logits[row], np.float64(temperature[row]), weights)
-        k, p, m = top_k[row], np.float64(top_p[row]), np.float64(min_p[row])
-        if k == 0 and p >= 1.0 and m == 0.0:
-            tokens[row] = _pick(weights, draws[i])
-        else:
-            kept = _filter(weights, k, p, m)
-            tokens[row] = kept[_pick(weights[kept], draws[i])]
+class _Row:
+    """One row at a time in two buffers that stay in the processor's cache.
+
+    distances: float32[V], how far below the peak each logit is, divided by the temperature. weights: exp(-distances).
+    numpy computes the exponentials, many at once; what is left needs none.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._distances: Float32 = np.empty(vocab_size, dtype=np.float32)
+        self._weights: Float32 = np.empty(vocab_size, dtype=np.float32)
+
+    def weigh(self, logits: Float32, peak: np.float32, temperature: np.float32) -> None:
+        np.subtract(peak, logits, out=self._distances)
+        with np.errstate(over="ignore"):  # a tiny temperature: infinitely far, weight 0
+            np.divide(self._distances, temperature, out=self._distances)
+        np.negative(self._distances, out=self._weights)
+        np.exp(self._weights, out=self._weights)
+
+    def draw(self, top_k: int, top_p: float, min_p: float, draw: float) -> int:
+        """The token that `draw`, uniform in [0, 1), falls on."""
+        if top_k == 0 and top_p >= 1 and min_p == 0:
+            return int(_pick(self._weights, draw))
+        kept = _filter(self._distances, self._weights, top_k, top_p, min_p)
+        return int(kept[_pick(self._weights[kept], draw)])
 
 
 @_jit
-def _weigh(logits: Float32, temperature: float, weights: Float64) -> None:
-    """weights = exp((logits - max) / temperature)."""
-    peak = logits[0]
-    for value in logits:
-        peak = max(peak, value)
-    for i in range(len(logits)):
-        weights[i] = np.exp((np.float64(logits[i]) - np.float64(peak)) / temperature)
-
-
-@_jit
-def _pick(weights: Float64, draw: float) -> int:
+def _pick(weights: Float32, draw: float) -> int:
     """Index where the running sum first exceeds draw times the total."""
-    target = draw * weights.sum()
+    total = 0.0
+    for weight in weights:
+        total += np.float64(weight)
+    target = draw * total
     running = 0.0
     last = 0
     for i in range(len(weights)):
         if weights[i] > 0.0:
-            running += weights[i]
+            running += np.float64(weights[i])
             last = i
             if running > target:
                 return i
@@ -107,41 +106,43 @@ def _pick(weights: Float64, draw: float) -> int:
 
 
 @_jit
-def _filter(weights: Float64, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64]:
+def _filter(distances: Float32, weights: Float32, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64]:
     """Indices that top_k, then top_p, then min_p keep, heaviest first (equal ones by index); never none."""
-    candidates = np.flatnonzero(weights >= _floor(weights, top_k, top_p, min_p))
-    order = candidates[np.argsort(-weights[candidates], kind="mergesort")]
+    reach, total = _reach(distances, weights, top_k, top_p)
+    if min_p > 0.0:
+        reach = min(reach, -np.log(min_p) + 0.001)  # a little beyond, for the weight itself decides
+    candidates = np.flatnonzero(distances < reach)
+    order = candidates[np.argsort(distances[candidates], kind="mergesort")]
     if top_k > 0:
         order = order[:top_k]
-    total = weights[order].sum() if top_k > 0 else weights.sum()
+        total = 0.0
+        for i in order:
+            total += np.float64(weights[i])
     running = 0.0
     kept = 0
     for i in order:
         if kept > 0 and (running >= top_p * total or weights[i] < min_p):
             break
-        running += weights[i]
+        running += np.float64(weights[i])
         kept += 1
     return order[:kept]
 
 
 @_jit
-def _floor(weights: Float64, top_k: int, top_p: float, min_p: float) -> float:
-    """A weight below which nothing can be kept, found without sorting; may let a few too many through."""
+def _reach(distances: Float32, weights: Float32, top_k: int, top_p: float) -> tuple[float, float]:
+    """A distance at and beyond which nothing can be kept, found by counting in buckets; and the sum of all weights."""
     counts = np.zeros(BUCKETS, np.int64)
     masses = np.zeros(BUCKETS, np.float64)
-    for weight in weights:
-        bucket = BUCKETS - 1
-        if weight > 0.0:
-            bucket = min(BUCKETS - 1, int(-np.log(weight) / BUCKET_WIDTH))
+    for i in range(len(distances)):
+        bucket = int(min(distances[i] * BUCKETS_PER_NAT, np.float32(BUCKETS - 1)))
         counts[bucket] += 1
-        masses[bucket] += weight
-    enough_mass = top_p * masses.sum()
+        masses[bucket] += np.float64(weights[i])
+    total = masses.sum()
     count, mass = 0, 0.0
     for bucket in range(BUCKETS - 1):
         count += counts[bucket]
         mass += masses[bucket]
-        if (top_k > 0 and count >= top_k) or (top_k == 0 and top_p < 1.0 and mass >= enough_mass):
-            # The bucket's lower edge, a hair lower: a weight on the edge may have been counted on either side.
-            edge: float = np.exp(-(bucket + 1) * BUCKET_WIDTH) * (1 - 1e-9)
-            return max(min_p, edge)
-    return min_p
+        # A hair more mass than asked, because sums in another order round differently.
+        if (top_k > 0 and count >= top_k) or (top_k == 0 and mass >= top_p * total * (1 + 1e-12)):
+            return float((bucket + 1) / BUCKETS_PER_NAT), total
+    return np.inf, total
