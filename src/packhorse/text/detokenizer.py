@@ -5,7 +5,8 @@ Two kinds of decoder exist in practice:
 - *byte-level* (GPT-2's, Llama 3's, Qwen's …): every token stands for bytes. The text is the bytes' UTF-8, read by an
   incremental decoder that keeps half a character back until its other half comes.
 - *any other* (SentencePiece-like: `▁` for spaces, `<0xE4>` for bytes …): a token's text depends on its neighbours, so
-  a short window of recent tokens is decoded with and without the new ones, and the difference is the delta.
+  a short window of recent tokens is decoded with and without the new ones, and the difference is the delta. Runs of
+  byte tokens are read as UTF-8 first, in the same way as above.
 """
 
 from __future__ import annotations
@@ -40,17 +41,23 @@ class Detokenizer:
         self._control_ids = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._bytes = TokenBytes(backend) if decoder.get("type") == "ByteLevel" else None
+        self._byte_of = _byte_tokens(backend) if '"ByteFallback"' in json.dumps(decoder) else {}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of all ids together."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+        if not self._byte_of:
+            return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+        skipped = self._control_ids if skip_special_tokens else set()
+        pieces = _Pieces(self._backend, self._byte_of)
+        found = [piece for i in ids if i not in skipped for piece in pieces.push(int(i))]
+        return _join(self._backend, found + pieces.finish())
 
     def stream(self, skip_special_tokens: bool) -> IncrementalDecoder:
         """A decoder of one sequence from its first token on."""
         skipped = self._control_ids if skip_special_tokens else set()
         if self._bytes is not None:
             return _ByteDecoder(self._bytes, skipped)
-        return _WindowDecoder(self._backend, skipped)
+        return _WindowDecoder(self._backend, _Pieces(self._backend, self._byte_of), skipped)
 
 
 class TokenBytes:
@@ -80,44 +87,83 @@ class _ByteDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-class _WindowDecoder:
-    """Decodes `ids[start:]` with and without the tokens after `read`; the difference is new text.
+class _Pieces:
+    """Token ids to the strings that the tokenizer's decoder joins.
 
-        ids   … a  b  c │ d  e  f │ g
-                start ──┘    read ┘   new token
+    Byte tokens become the characters they spell, read incrementally. The library's ByteFallback would turn a whole
+    run of them to U+FFFD for one broken character in it, and so take back characters that were released before.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, byte_of: dict[int, int]) -> None:
+        self._backend = backend
+        self._byte_of = byte_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> list[str]:
+        """What is complete with this token."""
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            character = self._utf8.decode(bytes([byte]))
+            return [character] if character else []
+        token = self._backend.id_to_token(token_id)
+        return [*self.finish(), token] if token is not None else []
+
+    def finish(self) -> list[str]:
+        """A character that will not be completed, as U+FFFD."""
+        broken = self._utf8.decode(b"", final=True)
+        return [broken] if broken else []
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    """Token id -> byte, for the tokens <0x00> … <0xFF>."""
+    ids = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    return {i: byte for i, byte in ids.items() if i is not None}
+
+
+def _join(backend: tokenizers.Tokenizer, pieces: list[str]) -> str:
+    return str(backend.decoder.decode(pieces)) if backend.decoder is not None else " ".join(pieces)
+
+
+class _WindowDecoder:
+    """Decodes `pieces[start:]` with and without what comes after `read`; the difference is new text.
+
+        pieces   … a  b  c │ d  e  f │ g
+                   start ──┘    read ┘   new token
 
     The window starts at tokens that gave text already, so that what a decoder does to the first token (dropping its
     space) happens before the part that is returned. Text that ends in U+FFFD may be half a character: it waits.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, skipped: set[int]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, pieces: _Pieces, skipped: set[int]) -> None:
         self._backend = backend
+        self._source = pieces
         self._skipped = skipped
-        self._ids: list[int] = []
+        self._pieces: list[str] = []
         self._start = self._read = 0
         self._next_try = 0
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        self._ids.append(token_id)
-        if len(self._ids) < self._next_try:
+        self._pieces += self._source.push(token_id)
+        if len(self._pieces) < self._next_try or len(self._pieces) == self._read:
             return ""
-        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
+        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._pieces))
         if after.endswith(REPLACEMENT) or len(after) <= len(before) or not after.startswith(before):
             # Wait longer each time, so that a run without an end costs no more than a constant times its length.
-            self._next_try = len(self._ids) + 1 + (len(self._ids) - self._read) // 8
+            self._next_try = len(self._pieces) + 1 + (len(self._pieces) - self._read) // 8
             return ""
-        self._start, self._read = self._read, len(self._ids)
+        self._start, self._read = self._read, len(self._pieces)
         return after[len(before) :]
 
     def finish(self) -> str:
-        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
-        self._start = self._read = len(self._ids)
+        self._pieces += self._source.finish()
+        before, after = self._decode(self._start, self._read), self._decode(self._start, len(self._pieces))
+        self._start = self._read = len(self._pieces)
         return after[len(before) :]
 
     def _decode(self, start: int, end: int) -> str:
-        return str(self._backend.decode(self._ids[start:end], skip_special_tokens=False))
+        return _join(self._backend, self._pieces[start:end])
 
 
 def _byte_of_character() -> dict[str, int]:

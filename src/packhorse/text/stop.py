@@ -6,8 +6,8 @@ from __future__ import annotations
 class StopStrings:
     """Passes text on until one of `stops` appears in it; keeps back what may be the beginning of one.
 
-    When several match, the one that begins first wins. The text ends at its first character (after its last one when
-    `include`).
+    When several match, the one that is complete first wins, of those the one that begins first: so the result does not
+    depend on how the text was split. The text ends at its first character (after its last one when `include`).
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
@@ -24,10 +24,10 @@ class StopStrings:
         held, self._held = self._held + text, ""
         if not active:
             return held
-        begin, stop = min(((held.find(s), s) for s in self._stops if s in held), default=(-1, ""), key=_position)
-        if begin >= 0:
-            self.matched = stop
-            return held[: begin + len(stop)] if self._include else held[:begin]
+        matches = [(begin + len(s), begin, s) for s in self._stops if (begin := held.find(s)) >= 0]
+        if matches:
+            end, begin, self.matched = min(matches)
+            return held[:end] if self._include else held[:begin]
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
@@ -36,10 +36,6 @@ class StopStrings:
         """The text ends: what was kept back is no stop string after all."""
         held, self._held = self._held, ""
         return held
-
-
-def _position(match: tuple[int, str]) -> int:
-    return match[0]
 
 
 def _overlap(text: str, stop: str) -> int:
