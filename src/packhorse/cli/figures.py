@@ -1,0 +1,62 @@
+"""Numbers and reports as people read them."""
+
+from __future__ import annotations
+
+from packhorse.jobs.report import JobReport
+
+_SIGNALS = {2: "Ctrl-C", 15: "SIGTERM"}
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def rate(amount: float, seconds: float) -> str:
+    return f"{amount / seconds:,.0f}" if seconds > 0 else "0"
+
+
+def duration(seconds: float) -> str:
+    """`0:42`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def report_title(report: JobReport) -> str:
+    """One sentence: what became of the job, and what to do if it is not done."""
+    if report.already_complete:
+        again = "; run the failed lines again with --retry-errors" if report.failed else ""
+        return f"Nothing to do: {report.output} is complete{again}. To make it anew, give --restart."
+    if report.stopped_by is not None:
+        how = _SIGNALS.get(report.stopped_by, f"signal {report.stopped_by}")
+        done = f"{count(report.ok + report.failed)} of {count(report.total)}"
+        return f"Stopped by {how}: {done} results are kept. Run the same command again to go on."
+    return f"Done: {report.output}"
+
+
+def report_rows(report: JobReport) -> list[tuple[str, str]]:
+    """Name and value of each figure that is known."""
+    kept = f" ({count(report.kept)} from earlier starts)" if report.kept and not report.already_complete else ""
+    rows = [
+        ("requests", f"{count(report.ok)} ok, {count(report.failed)} failed, of {count(report.total)}{kept}"),
+        ("tokens", f"{count(report.prompt_tokens)} in, {count(report.completion_tokens)} out"),
+    ]
+    if report.elapsed_s:
+        in_rate, out_rate = report.prompt_tokens_per_s, report.completion_tokens_per_s
+        rows.append(("throughput", f"{in_rate:,.1f} tok/s in, {out_rate:,.1f} tok/s out, {report.elapsed_s:,.1f} s"))
+    if report.latency_p50_s is not None and report.latency_p95_s is not None:
+        rows.append(("latency", f"p50 {report.latency_p50_s:.2f} s, p95 {report.latency_p95_s:.2f} s"))
+    if report.mean_batch_size is not None:
+        preempted = f", {count(report.preemptions)} preemptions" if report.preemptions else ""
+        rows.append(("mean batch", f"{report.mean_batch_size:.1f} sequences{preempted}"))
+    rows.append(("peak memory", f"{report.peak_memory_bytes / 2**20:,.0f} MiB"))
+    for field in report.unknown_fields:
+        lines = "1 line" if field["lines"] == 1 else f"{count(field['lines'])} lines"
+        rows.append(("ignored field", f"{field['name']} on {lines}, first line {field['first_line']}"))
+    return rows
+
+
+def report_lines(report: JobReport) -> list[str]:
+    """The report as plain lines."""
+    rows = [f"  {name:<14}{value}" for name, value in report_rows(report)]
+    return [report_title(report), *rows, *(f"  note: {note}" for note in report.notes)]
