@@ -63,7 +63,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise InvalidRequest(
                 f"The model's chat template cannot render these messages: {error}.", param="messages"
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,13 @@ class Tokenizer:
         self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         """Ids of a chat: the template's text with nothing added. Raises InvalidRequest as `render_chat` does."""
-        if not self._escape or not self._has_control_text(messages):
+        if not self._escape or not self._control_text.found_in([messages, tools]):
             text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
             return self.encode(text, add_special_tokens=False)
-        marks = _Marks(self._control_ids)
-        text = self.render_chat(marks.hide(messages), tools=tools, add_generation_prompt=add_generation_prompt)
+        marks = _Marks(self._control_text)
+        text = self.render_chat(
+            marks.hide(messages), tools=marks.hide(tools), add_generation_prompt=add_generation_prompt
+        )
         return self._encode_with_marks(text, marks)
 
     def render_chat(
@@ -106,56 +108,110 @@ class Tokenizer:
         """A token's text decoded alone, control tokens included."""
         return self._decoder.decode([token_id], skip_special_tokens=False)
 
-    def _has_control_text(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return self._control_pattern.search(value) is not None
-        if isinstance(value, dict):
-            return any(self._has_control_text(item) for item in value.values())
-        return isinstance(value, (list, tuple)) and any(self._has_control_text(item) for item in value)
+    @cached_property
+    def _control_text(self) -> _ControlText:
+        return _ControlText(self._control_ids)
 
     @cached_property
-    def _control_pattern(self) -> re.Pattern[str]:
-        return _any_of(self._control_ids)
+    def _stand_ins(self) -> dict[str, str]:
+        """Control token -> its name in the renamed backend."""
+        nonce = secrets.token_hex(8)
+        return {content: f"\ue000{nonce}:{index}\ue001" for index, content in enumerate(self._control_ids)}
 
     @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        """A copy that takes control tokens for ordinary text."""
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        copy.encode_special_tokens = True
-        return copy
+    def _renamed_backend(self) -> tokenizers.Tokenizer:
+        """A copy whose control tokens have names that nobody can write, so that their old names are ordinary text.
+
+        Ids and flags are the same, and the whole text is encoded at once, because what a tokenizer does to a word
+        depends on where it stands: first in the text, after a token that swallows white space, …
+        """
+        plan = json.loads(self._backend.to_str())
+        for token in plan["added_tokens"]:
+            token["content"] = self._stand_ins.get(token["content"], token["content"])
+        plan["model"] = _rename(plan["model"], self._stand_ins)
+        return tokenizers.Tokenizer.from_str(json.dumps(plan))
 
     def _encode_with_marks(self, text: str, marks: _Marks) -> list[int]:
         """The template's own control tokens become ids; marked ones become the text they stand for."""
         _refuse_surrogates(text)
-        ids: list[int] = []
-        for piece in re.split(f"({self._control_pattern.pattern})", text):
-            if piece in self._control_ids:
-                ids.append(self._control_ids[piece])
-            elif piece:
-                ids.extend(self._plain_backend.encode(marks.show(piece), add_special_tokens=False).ids)
-        return ids
+        own = self._control_text.pattern.sub(lambda match: self._stand_ins[match[0]], text)
+        return list(self._renamed_backend.encode(marks.show(own), add_special_tokens=False).ids)
+
+
+class _ControlText:
+    """Finds control tokens in what users wrote, and halves of them at its ends, which a template could join."""
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        self.contents = tuple(contents)
+        self.pattern = _any_of(self.contents)
+        self._heads = tuple({c[:i] for c in self.contents for i in range(1, len(c))})
+        self._tails = tuple({c[i:] for c in self.contents for i in range(1, len(c))})
+
+    def found_in(self, value: Any) -> bool:
+        """Whether any string of a nested value needs hiding."""
+        if isinstance(value, str):
+            return self.pattern.search(value) is not None or self.begins_amid(value) or self.ends_amid(value)
+        if isinstance(value, dict):
+            return any(self.found_in(part) for item in value.items() for part in item)
+        return isinstance(value, (list, tuple)) and any(self.found_in(item) for item in value)
+
+    def begins_amid(self, text: str) -> bool:
+        """Whether it begins with the end of a control token, white space aside (templates trim)."""
+        return text.lstrip().startswith(self._tails)
+
+    def ends_amid(self, text: str) -> bool:
+        """Whether it ends with the beginning of one."""
+        return text.rstrip().endswith(self._heads)
 
 
 class _Marks:
     """Stand-ins for control tokens inside messages while a template is rendered; a nonce makes them unforgeable."""
 
-    def __init__(self, contents: dict[str, int]) -> None:
+    def __init__(self, control_text: _ControlText) -> None:
         nonce = secrets.token_hex(8)
+        contents = control_text.contents
+        self._control_text = control_text
+        self._seam = f"\ue000{nonce}\ue001"
         self._mark_of = {content: f"\ue000{nonce}.{index}\ue001" for index, content in enumerate(contents)}
-        self._content_of = {mark: content for content, mark in self._mark_of.items()}
+        self._content_of = {mark: content for content, mark in self._mark_of.items()} | {self._seam: ""}
+        self._mark_pattern = _any_of(self._content_of)
 
     def hide(self, value: Any) -> Any:
+        """The same nested value with every string's control tokens marked, and a seam where half of one stands."""
         if isinstance(value, str):
-            return _any_of(self._mark_of).sub(lambda match: self._mark_of[match[0]], value)
+            return self._hide_text(value)
         if isinstance(value, dict):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def show(self, text: str) -> str:
-        return _any_of(self._content_of).sub(lambda match: self._content_of[match[0]], text)
+        return self._mark_pattern.sub(lambda match: self._content_of[match[0]], text)
+
+    def _hide_text(self, text: str) -> str:
+        hidden = self._control_text.pattern.sub(lambda match: self._mark_of[match[0]], text)
+        before, after = len(hidden) - len(hidden.lstrip()), len(hidden.rstrip())
+        if self._control_text.ends_amid(hidden):
+            hidden = hidden[:after] + self._seam + hidden[after:]
+        if self._control_text.begins_amid(hidden):
+            hidden = hidden[:before] + self._seam + hidden[before:]
+        return hidden
 
 
-def _any_of(texts: dict[str, Any]) -> re.Pattern[str]:
+def _rename(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """A model of tokenizer.json with some of its vocabulary renamed: Unigram lists pieces, the others map them to ids.
+
+    Without this a Unigram model, or one that looks whole words up, would find a control token's name in plain text.
+    """
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        renamed: Any = {names.get(piece, piece): i for piece, i in vocab.items()}
+    else:
+        renamed = [[names.get(piece, piece), score] for piece, score in vocab]
+    unknown = {"unk_token": names.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
+    return model | unknown | {"vocab": renamed}
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Longest first, so that a token that begins another one does not hide it. Nothing matches when there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
