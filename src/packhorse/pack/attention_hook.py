@@ -77,13 +77,13 @@ def opaque(model: Any, observation: Observation) -> Iterator[Callable[[], None]]
         order = 0
 
     def emit(
-        module: Any, q: Any, k: Any, v: Any, mask: Any = None, scaling: float | None = None, **options: Any
+        _module: Any, q: Any, k: Any, v: Any, _mask: Any = None, scaling: float | None = None, **options: Any
     ) -> tuple[Any, None]:
         nonlocal order
         index, order = order, order + 1
         return _symbolic_attention(q, k, v, index, observation.calls[index].window, scaling, options), None
 
-    with _caught(model, observation.implementation, emit, lambda *args, **kwargs: None):
+    with _caught(model, observation.implementation, emit, _no_mask):
         yield restart
 
 
@@ -129,7 +129,7 @@ def _observe_through(model: Any, implementation: str, context_length: int) -> Ob
         markers[id(marker)] = (marker, ObservedCall(_window_of(model, mask_function, context_length)))
         return marker
 
-    def note(module: Any, q: Any, k: Any, v: Any, mask: Any = None, **_: Any) -> tuple[Any, None]:
+    def note(_module: Any, q: Any, _k: Any, v: Any, mask: Any = None, **_: Any) -> tuple[Any, None]:
         if id(mask) not in markers:
             raise UnsupportedModel(
                 f"{_name(model)} cannot be cut: it adds a bias of its own to the attention scores (such as ALiBi), "
@@ -176,10 +176,12 @@ def _window_of(model: Any, mask_function: Any, context_length: int) -> int:
 @contextmanager
 def _caught(model: Any, implementation: str, attention: AttentionFunction, mask: MaskFunction) -> Iterator[None]:
     """Route the model's attention calls and masks to the two functions, and put everything back afterwards."""
-    before = model.config._attn_implementation
+    # Set on the configurations themselves: set_attn_implementation refuses models that dispatch in their own way.
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    before = [config._attn_implementation for config in configs]
     attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
 
-    def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, scale: float | None = None, **_: Any) -> Any:
+    def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, scale: float | None = None, **__: Any) -> Any:
         return attention(None, q, k, v, attn_mask, scaling=scale)[0].transpose(1, 2)
 
     with ExitStack() as stack:
@@ -188,10 +190,16 @@ def _caught(model: Any, implementation: str, attention: AttentionFunction, mask:
         if implementation == _SDPA:
             stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", sdpa))
         try:
-            model.set_attn_implementation(implementation)
+            for config in configs:
+                config._attn_implementation = implementation
             yield
         finally:
-            model.set_attn_implementation(before)
+            for config, implementation_before in zip(configs, before, strict=True):
+                config._attn_implementation = implementation_before
+
+
+def _no_mask(**_: Any) -> None:
+    """The opaque node needs no mask: the runner knows where each sequence begins."""
 
 
 def _name(model: Any) -> str:

@@ -75,9 +75,7 @@ def cut(model: ir.Model) -> Cut:
             members[segment_of[node]].append(node)
     _name_borders(graph, calls, segment_of)
     last = len(calls)
-    pieces = tuple(
-        _piece(model, number, nodes, segment_of, is_last=number == last) for number, nodes in enumerate(members)
-    )
+    pieces = tuple(_piece(model, number, nodes, is_last=number == last) for number, nodes in enumerate(members))
     return Cut(pieces, tuple(_spec(call) for call in calls))
 
 
@@ -222,79 +220,93 @@ def _spec(call: ir.Node) -> AttentionSpec:
     )
 
 
-def _piece(
-    model: ir.Model, number: int, nodes: Sequence[ir.Node], segment_of: dict[ir.Node, int], *, is_last: bool
-) -> Piece:
-    """Build the graph of one segment from copies of its nodes."""
-    inside = set(nodes)
-    values: dict[ir.Value, ir.Value] = {}
-    inputs: list[ir.Value] = []
-    weights: list[ir.Value] = []
-    copies: list[ir.Node] = []
+class _Builder:
+    """Copies the nodes of one segment. What they read from outside becomes a weight or an input of the segment.
 
-    def take(value: ir.Value | None) -> ir.Value | None:
-        if value is None:
-            return None
-        if value not in values:
-            values[value] = _outside_value(value, inputs, weights, copies, gather=is_last)
-        return values[value]
+    With `rows`, an input that has a token axis is gathered there, and the nodes see the gathered value.
+    """
 
-    body: list[ir.Node] = []
+    def __init__(self, rows: ir.Value | None = None) -> None:
+        self.inputs: list[ir.Value] = []
+        self.weights: list[ir.Value] = []
+        self.nodes: list[ir.Node] = []
+        self.values: dict[ir.Value, ir.Value] = {}
+        self._gathers: list[ir.Node] = []
+        self._rows = rows
+
+    def add(self, node: ir.Node) -> None:
+        copy = _copy(node, [self._take(value) for value in node.inputs])
+        self.values.update(zip(node.outputs, copy.outputs, strict=True))
+        self.nodes.append(copy)
+        if self._rows is not None:
+            for value in copy.outputs:
+                _tokens_to_rows(value)
+
+    def model(self, outputs: Sequence[ir.Value], opset: int, name: str) -> ir.Model:
+        inputs = self.inputs if self._rows is None else [*self.inputs, self._rows]
+        nodes = [*self._gathers, *self.nodes]
+        graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=self.weights, opset_imports={"": opset}, name=name)
+        return ir.Model(graph, ir_version=10, producer_name="packhorse")
+
+    def _take(self, value: ir.Value | None) -> ir.Value | None:
+        if value is not None and value not in self.values:
+            self.values[value] = self._from_outside(value)
+        return None if value is None else self.values[value]
+
+    def _from_outside(self, value: ir.Value) -> ir.Value:
+        own = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
+        if value.is_initializer():
+            self.weights.append(own)
+            return own
+        self.inputs.append(own)
+        dims = _dims(value)
+        if self._rows is None or TOKENS not in dims:
+            return own
+        gathered = ir.Value(name=f"{value.name}.rows", shape=own.shape, type=own.type)
+        _tokens_to_rows(gathered)
+        axis = ir.AttrInt64("axis", dims.index(TOKENS))
+        self._gathers.append(ir.Node("", "Gather", [own, self._rows], [axis], outputs=[gathered], name=gathered.name))
+        return gathered
+
+
+def _piece(model: ir.Model, number: int, nodes: Sequence[ir.Node], *, is_last: bool) -> Piece:
+    """Build the graph of one segment."""
+    rows = ir.Value(name="rows", shape=ir.Shape([ROWS]), type=ir.TensorType(ir.DataType.INT64)) if is_last else None
+    builder = _Builder(rows)
     for node in nodes:
-        copy = _copy(node, [take(value) for value in node.inputs])
-        values.update(zip(node.outputs, copy.outputs, strict=True))
-        body.append(copy)
+        builder.add(node)
+    inside = set(nodes)
     outputs = [
-        values[value]
+        builder.values[value]
         for node in nodes
         for value in node.outputs
         if value.is_graph_output() or any(use.node not in inside for use in value.uses())
     ]
-    if is_last:
-        rows = ir.Value(name="rows", shape=ir.Shape([ROWS]), type=ir.TensorType(ir.DataType.INT64))
-        inputs.append(rows)
-        _connect_rows(copies, rows)
-        for node in body:
-            for value in node.outputs:
-                _tokens_to_rows(value)
-    graph = ir.Graph(
-        inputs,
-        outputs,
-        nodes=[*copies, *body],
-        initializers=weights,
-        opset_imports={"": model.opset_imports[""]},
-        name=f"segment_{number:02d}",
-    )
-    piece = ir.Model(graph, ir_version=10, producer_name="packhorse")
-    return Piece(piece, tuple(map(_describe, inputs)), tuple(map(_describe, outputs)))
+    piece = builder.model(outputs, model.opset_imports[""], f"segment_{number:02d}")
+    described = Piece(piece, tuple(map(_describe, piece.graph.inputs)), tuple(map(_describe, outputs)))
+    _forget_token_axis(piece.graph, builder)
+    return described
 
 
-def _outside_value(
-    value: ir.Value, inputs: list[ir.Value], weights: list[ir.Value], copies: list[ir.Node], *, gather: bool
-) -> ir.Value:
-    """The segment's own value for one that comes from outside: a weight, or an input (gathered at `rows` if asked)."""
-    own = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
-    if value.is_initializer():
-        weights.append(own)
-        return own
-    inputs.append(own)
-    axis = _token_axis(value)
-    if not gather or axis is None:
-        return own
-    gathered = ir.Value(name=f"{value.name}.rows", shape=own.shape, type=own.type)
-    _tokens_to_rows(gathered)
-    copies.append(ir.Node("", "Gather", [own, None], [ir.AttrInt64("axis", axis)], outputs=[gathered]))
-    return gathered
+def _forget_token_axis(graph: ir.Graph, builder: _Builder) -> None:
+    """Leave the token axis unnamed in the graph, except where attention's output comes in; pack.json names it.
+
+    Were the residual stream known to have as many rows as a product, onnxruntime would start the product's sum from
+    the residual (MatMulAddFusion). That saves no time and triples the largest rounding error of the logits.
+    """
+    attention_outputs = {own for value, own in builder.values.items() if _is_attention_output(value)}
+    for node in graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+    for value in [*graph.inputs, *graph.outputs]:
+        if value not in attention_outputs and value.shape is not None:
+            value.shape = ir.Shape([None if _dim(d) in (TOKENS, ROWS) else d for d in value.shape])
 
 
-def _connect_rows(gathers: Sequence[ir.Node], rows: ir.Value) -> None:
-    for node in gathers:
-        node.replace_input_with(1, rows)
-
-
-def _token_axis(value: ir.Value) -> int | None:
-    dims = _dims(value)
-    return dims.index(TOKENS) if TOKENS in dims else None
+def _is_attention_output(value: ir.Value) -> bool:
+    producer = value.producer()
+    return producer is not None and is_attention(producer)
 
 
 def _tokens_to_rows(value: ir.Value) -> None:
