@@ -15,7 +15,7 @@ from packhorse.jobs.files import JobFiles, exclusive, job_files
 from packhorse.jobs.finish import finish
 from packhorse.jobs.identity import JobIdentity, write_sidecar
 from packhorse.jobs.inputs import Entry, InputFile, InputFormat, open_input
-from packhorse.jobs.journal import open_journal
+from packhorse.jobs.journal import cut_torn_tail, open_journal
 from packhorse.jobs.loop import JobLoop
 from packhorse.jobs.prepare import Preparer
 from packhorse.jobs.report import JobReport, OnProgress, Watch
@@ -159,12 +159,12 @@ class _Job:
         return tally
 
     def _resume(self, found: Standing) -> None:
-        """Count what is done, and note where to go on."""
-        self._tally, self._end = Tally(self._survey.last_line), 0
+        """Count what is done, and cut off what is torn."""
+        self._tally = Tally(self._survey.last_line)
         if found is not Standing.NEW:
             last_line = self._survey.last_line
-            self._tally, self._end = tally_file(self._files.partial, self._identity.job_id, last_line)
-            torn = self._files.partial.stat().st_size - self._end
+            self._tally, end = tally_file(self._files.partial, self._identity.job_id, last_line)
+            torn = cut_torn_tail(self._files.partial, end)
             if torn:
                 self._watch.note(f"{torn} bytes of an unfinished record were cut off; its line runs again.")
         if self._spec.retry_errors and self._tally.failed:
@@ -206,7 +206,7 @@ class _Job:
             self._watch.stage("checking")
             refuse_bad_lines(self._entries(), replace(preparer, unknown_fields={}), engine, self._check)
         self._begin(found)
-        with closing(open_journal(self._files.partial, self._end, self._clock)) as journal:
+        with closing(open_journal(self._files.partial, self._clock)) as journal:
 
             def between_steps() -> None:
                 journal.sync_if_due()

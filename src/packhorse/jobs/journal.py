@@ -79,11 +79,22 @@ def write_failure(path: Path, error: OSError) -> JobError:
     )
 
 
-def open_journal(path: Path, end: int, clock: Callable[[], float]) -> Journal:
-    """Open or create it, and cut off what lies past `end`, where the last complete record ends."""
+def open_journal(path: Path, clock: Callable[[], float]) -> Journal:
+    """Open it, or create it; what is in it must be complete records."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        os.ftruncate(fd, end)
+        size = os.fstat(fd).st_size
     except OSError as error:
         raise write_failure(path, error) from error
-    return Journal(path, fd, end, clock)
+    return Journal(path, fd, size, clock)
+
+
+def cut_torn_tail(path: Path, end: int) -> int:
+    """Cut off what lies past `end`, where the last complete record ends; how many bytes that were."""
+    torn = path.stat().st_size - end
+    if torn:
+        try:
+            os.truncate(path, end)
+        except OSError as error:
+            raise write_failure(path, error) from error
+    return torn

@@ -31,11 +31,13 @@ class Line:
 def read_lines(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
     """The lines of `file` from where it stands, which must be its beginning."""
     number = 0
-    while raw := file.readline(max_bytes + 1):
+    limit = max_bytes + 1 + len(codecs.BOM_UTF8)  # room for a mark before the first line, too little to matter later
+    while raw := file.readline(limit):
         number += 1
+        cut = len(raw) == limit and not raw.endswith(b"\n")
         if number == 1:
             raw = raw.removeprefix(codecs.BOM_UTF8)
-        if len(raw) > max_bytes and not raw.endswith(b"\n"):
+        if cut:
             rest, blank = _skip_line(file, max_bytes)
             if not blank or raw.strip():
                 yield Line(number, None, len(raw) + rest)
