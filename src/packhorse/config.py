@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from packhorse.errors import ConfigError
 
@@ -41,11 +41,12 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise _refusal(error) from None
 
-    @model_validator(mode="after")
-    def _block_size_is_a_power_of_two(self) -> EngineConfig:
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size is {self.block_size}: it must be a power of two, such as 16")
-        return self
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, block_size: int) -> int:
+        if block_size & (block_size - 1):
+            raise ValueError("it must be a power of two, such as 16")
+        return block_size
 
 
 def load_config(overrides: dict[str, Any], file: Path | None = None) -> EngineConfig:

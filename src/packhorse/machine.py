@@ -19,15 +19,20 @@ def usable_cpus(cgroup: Path = CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:
-    """Bytes that can still be allocated: what the system has free, cut to what the cgroup limit leaves."""
+    """Bytes that can still be allocated: what the system has free, cut to what the cgroup limit leaves.
+
+    Cached files count as used in a cgroup, but the kernel gives their memory back: what is not in active use is free.
+    """
     free = int(psutil.virtual_memory().available)
     limit, used = _read_int(cgroup / "memory.max"), _read_int(cgroup / "memory.current")
+    cached = _read_stat(cgroup / "memory.stat", "inactive_file")
     if limit is None:
         limit = _read_int(cgroup / "memory" / "memory.limit_in_bytes")
         used = _read_int(cgroup / "memory" / "memory.usage_in_bytes")
+        cached = _read_stat(cgroup / "memory" / "memory.stat", "total_inactive_file")
     if limit is None or used is None:
         return free
-    return max(0, min(free, limit - used))
+    return max(0, min(free, limit - used + cached))
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
@@ -48,3 +53,12 @@ def _read_int(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _read_stat(path: Path, name: str) -> int:
+    """One number of a memory.stat file; 0 where it is not there."""
+    try:
+        lines = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        return int(lines.get(name, 0))
+    except (OSError, ValueError):
+        return 0

@@ -89,9 +89,7 @@ nasty = st.lists(
 def test_an_ordinary_chat_is_its_rendered_text_encoded(kind: str, contents: list[str]) -> None:
     tokenizer, messages = MADE[kind], chat(*contents)
     rendered = tokenizer.render_chat(messages)
-    assume(
-        sum(rendered.count(token) for token in CONTROL_TOKENS) == 2 * len(contents) + 1
-    )  # else the strategy wrote one itself
+    assume(sum(rendered.count(token) for token in CONTROL_TOKENS) == 2 * len(contents) + 1)
     assert tokenizer.encode_chat(messages) == tokenizer.encode(rendered, add_special_tokens=False)
 
 

@@ -73,8 +73,8 @@ class _Row:
         self._weights: Float32 = np.empty(vocab_size, dtype=np.float32)
 
     def weigh(self, logits: Float32, peak: np.float32, temperature: np.float32) -> None:
-        np.subtract(peak, logits, out=self._distances)
-        with np.errstate(over="ignore"):  # a tiny temperature: infinitely far, weight 0
+        with np.errstate(over="ignore"):  # a masked logit, a tiny temperature: infinitely far, weight 0
+            np.subtract(peak, logits, out=self._distances)
             np.divide(self._distances, temperature, out=self._distances)
         np.negative(self._distances, out=self._weights)
         np.exp(self._weights, out=self._weights)
