@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-import shutil
-import tempfile
-import time
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packhorse.errors import PackError, SourceError
-from packhorse.pack import manifest as manifests
-from packhorse.pack.manifest import FileRecord, Manifest, ModelSource, Parity, Segment, TokenizerRecord
+from packhorse.pack.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    ModelSource,
+    Parity,
+    Segment,
+    TokenizerRecord,
+    load_manifest,
+)
 from packhorse.pack.source import Source, resolve, sha256_of
+from packhorse.pack.staging import check_space, check_target, remove_leftovers, staged
 
 if TYPE_CHECKING:
     from packhorse.pack.cut import Cut
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
-_SPARE_BYTES = 64 << 20
+_SPARE_BYTES = 64 << 20  # graphs, tokenizer, alignment
 _UNCHECKED = Parity(max_abs_difference=0.0, max_logit=0.0, checks=0)
 _LIBRARIES = ("packhorse", "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "tokenizers")
 
@@ -44,40 +52,71 @@ def convert(
     (`with_tokenizer=False`) the pack takes token ids only. `progress(stage, fraction)` is told how far it is.
     `out` appears whole or not at all. Raises SourceError, UnsupportedModel, ParityError, PackError.
     """
-    report = progress or (lambda stage, fraction: None)
+    report = progress or _silent
     target = Path(out).expanduser().absolute()
-    _check_target(target, force)
+    check_target(target, force=force)
     _require_libraries()
     report("find", 0.0)
     found = resolve(source, allow_pickle=allow_pickle)
-    with _building(target, force) as folder:
+    with staged(target, force=force) as folder:
         return _build(found, folder, allow_pickle, with_tokenizer, report)
 
 
+def convert_cached(source: str | Path, *, allow_pickle: bool = False, progress: Progress | None = None) -> Path:
+    """The pack of `source`, converted once into the cache folder (see `home`); a pack's own folder is returned as is.
+
+    The cache is keyed by the content of the source and the format version. Two processes do not both convert: the
+    second waits for the first. Raises what `convert` raises.
+    """
+    if (Path(source).expanduser() / "pack.json").is_file():
+        return Path(source).expanduser()
+    found = resolve(source, allow_pickle=allow_pickle)
+    stem = re.sub(r"[^\w.-]+", "-", found.name)
+    target = home() / "packs" / f"{stem}-{found.fingerprint()[:32]}-v{FORMAT_VERSION}"
+    if _is_whole(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f"{target.name}.lock")):
+        if not _is_whole(target):
+            remove_leftovers(target)
+            convert(source, target, force=True, allow_pickle=allow_pickle, progress=progress)
+    return target
+
+
+def home() -> Path:
+    """Where packs are cached: PACKHORSE_HOME, else `packhorse` in the user's cache folder (XDG_CACHE_HOME)."""
+    own = os.environ.get("PACKHORSE_HOME")
+    if own:
+        return Path(own).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "packhorse"
+
+
 def _build(source: Source, folder: Path, allow_pickle: bool, with_tokenizer: bool, report: Progress) -> Manifest:
-    from packhorse.pack import export, parity
+    from packhorse.pack import parity
     from packhorse.pack.cut import cut
+    from packhorse.pack.export import export
     from packhorse.pack.fuse import simplify
     from packhorse.pack.load import load
 
     report("load", 0.02)
     loaded = load(source, allow_pickle=allow_pickle, with_tokenizer=with_tokenizer)
-    _check_space(loaded.model, folder)
+    check_space(folder, loaded.weight_bytes() + _SPARE_BYTES)
     report("export", 0.15)
-    graph = export.export(loaded.model, loaded.context_length)
+    graph = export(loaded.model, loaded.context_length)
     report("rewrite", 0.65)
     simplify(graph)
     pieces = cut(graph)
     report("write", 0.72)
     segments = _write_segments(pieces, folder)
     tokenizer, template = _write_tokenizer(loaded, folder)
-    result = Manifest(
+    manifest = Manifest(
         name=source.name,
         architecture=type(loaded.model).__name__,
         model_type=loaded.model.config.model_type,
         identity="",
         source=ModelSource(kind=source.kind, name=source.name, sha256=source.weights_sha256()),
-        versions=_versions(),
+        versions={name: metadata.version(name) for name in _LIBRARIES},
         vocab_size=loaded.vocab_size,
         hidden_size=loaded.model.config.get_text_config().hidden_size,
         num_layers=len(pieces.attention),
@@ -92,78 +131,13 @@ def _build(source: Source, folder: Path, allow_pickle: bool, with_tokenizer: boo
         files=(),
         parity=_UNCHECKED,
     )
-    result = _record_files(result, folder)
-    _write_manifest(result, folder)
+    manifest = _with_files(manifest, folder)
+    _write_manifest(manifest, folder)
     report("check", 0.8)
-    result = result.model_copy(update={"parity": parity.check(loaded.model, folder, result)})
-    _write_manifest(result, folder)
+    manifest = manifest.model_copy(update={"parity": parity.check(loaded.model, folder, manifest)})
+    _write_manifest(manifest, folder)
     report("done", 1.0)
-    return result
-
-
-def _check_target(target: Path, force: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not (target / "pack.json").is_file():
-        raise PackError(f"{target} exists and is not a pack, so it is not replaced. Choose another folder.")
-    if not force:
-        raise PackError(f"{target} exists. Pass --force to replace it.")
-
-
-@contextmanager
-def _building(target: Path, force: bool) -> Iterator[Path]:
-    """A temporary folder beside `target` that takes its name at the end, or disappears on any failure."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    try:
-        folder.chmod(0o755)
-        yield folder
-        _sync(folder)
-        _check_target(target, force)
-        _take_name(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _take_name(folder: Path, target: Path) -> None:
-    """Rename `folder` to `target`. A pack that is there is moved aside first and removed last."""
-    aside = folder.with_suffix(".replaced")
-    if target.exists():
-        target.rename(aside)
-    try:
-        folder.rename(target)
-    except OSError:
-        if aside.exists():
-            aside.rename(target)
-        raise
-    _sync_directory(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Bring everything in `folder` to the disk before its name makes it valid."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-        _sync_directory(path)
-
-
-def _sync_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _check_space(model: Any, folder: Path) -> None:
-    """Raise PackError when the disk cannot hold the weights. Parameters that are tied count once."""
-    needed = sum({p.data_ptr(): p.numel() * 4 for p in model.parameters()}.values()) + _SPARE_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise PackError(f"{folder.parent} has {free >> 20} MiB free; the pack needs about {needed >> 20} MiB.")
+    return manifest
 
 
 def _write_segments(pieces: Cut, folder: Path) -> tuple[Segment, ...]:
@@ -185,15 +159,16 @@ def _write_segments(pieces: Cut, folder: Path) -> tuple[Segment, ...]:
 def _write_tokenizer(loaded: Loaded, folder: Path) -> tuple[TokenizerRecord | None, str | None]:
     from packhorse.pack import tokenizer_files
 
-    loaded.model.generation_config.to_json_file(folder / "generation_config.json")
+    if loaded.model.generation_config is not None:
+        loaded.model.generation_config.to_json_file(folder / "generation_config.json")
     if loaded.tokenizer is None:
         return None, None
     return tokenizer_files.write(loaded.tokenizer, folder)
 
 
-def _record_files(manifest: Manifest, folder: Path) -> Manifest:
+def _with_files(manifest: Manifest, folder: Path) -> Manifest:
     """Add size and hash of every file, and the identity that follows from them."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "pack.json")
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
     files = tuple(
         FileRecord(file=p.relative_to(folder).as_posix(), bytes=p.stat().st_size, sha256=sha256_of(p)) for p in paths
     )
@@ -205,8 +180,25 @@ def _write_manifest(manifest: Manifest, folder: Path) -> None:
     (folder / "pack.json").write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in _LIBRARIES}
+def _is_whole(folder: Path) -> bool:
+    """Whether a pack is there that this version reads. A damaged one in the cache is converted again."""
+    try:
+        load_manifest(folder)
+    except PackError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path` between processes; the kernel drops it when a process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """The progress of a caller that does not ask for it."""
 
 
 def _require_libraries() -> None:

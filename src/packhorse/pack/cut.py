@@ -54,7 +54,7 @@ class Cut:
 
 def is_attention(node: ir.Node) -> bool:
     """Whether this is the opaque node that the attention hook left."""
-    return node.domain == DOMAIN and node.op_type == OPERATOR
+    return bool(node.domain == DOMAIN and node.op_type == OPERATOR)
 
 
 def cut(model: ir.Model) -> Cut:
@@ -190,7 +190,7 @@ def _role(value: ir.Value) -> str | None:
         if node is None:
             return None
         if node.op_type in ("Cos", "Sin"):
-            return node.op_type.lower()
+            return str(node.op_type).lower()
         if node.op_type not in ("Mul", "Cast", "Reshape", "Unsqueeze", "Squeeze", "Concat", "Expand", "Transpose"):
             return None
         node = next((i.producer() for i in node.inputs if i is not None and i.producer() is not None), None)

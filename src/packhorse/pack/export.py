@@ -24,7 +24,7 @@ _TOKEN_WISE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 def export(model: Any, context_length: int) -> ir.Model:
     """Graph of `ids: int64[T], positions: int64[T] -> logits: float32[T, V]`, with PagedAttention nodes in it.
 
-    The whole causal-LM forward pass is traced, so whatever a model does to its logits (soft-cap, scale) is in the graph.
+    The whole causal-LM forward pass is traced, so what a model does to its logits (soft-cap, scale) is in the graph.
     Raises UnsupportedModel, naming the architecture and, where one is at fault, the operator.
     """
     _refuse_what_mixes_tokens(model)

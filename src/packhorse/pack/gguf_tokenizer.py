@@ -1,7 +1,7 @@
 """Put back what a GGUF file's tokenizer loses on the way through transformers: how text is split before the merges.
 
-A GGUF file names its splitting rule (`tokenizer.ggml.pre`) but does not carry it. Byte-level BPE vocabularies give other
-ids under another rule, so a name that is not known here is an error. The rules are those of the models' own
+A GGUF file names its splitting rule (`tokenizer.ggml.pre`) but does not carry it. A byte-level BPE vocabulary gives
+other ids under another rule, so a name that is not known here is an error. The rules are those of the models' own
 tokenizer.json files.
 """
 

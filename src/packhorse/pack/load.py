@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,10 @@ class Loaded:
     bos_token_id: int | None
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters in float32. Tied ones count once."""
+        return sum({p.data_ptr(): p.numel() * 4 for p in self.model.parameters()}.values())
 
 
 def load(source: Source, *, allow_pickle: bool = False, with_tokenizer: bool = True) -> Loaded:
@@ -109,7 +115,7 @@ def _check_config(source: Source) -> None:
     if "quantization_config" in config:
         method = (config["quantization_config"] or {}).get("quant_method", "unknown")
         raise UnsupportedModel(
-            f"{source.name} is quantized already ({method}). Convert the original weights; a pack is quantized afterwards."
+            f"{source.name} is quantized already ({method}). Convert the original weights and quantize the pack."
         )
 
 
@@ -121,29 +127,31 @@ def _load_model(source: Source, allow_pickle: bool) -> Any:
             raise SourceError(f"{source.name} has pickled weights only; pass --allow-pickle to read them.")
         options["weights_only"] = True
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source.folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with _quiet():
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except Exception as error:
         raise SourceError(f"{source.name} cannot be loaded: {error}") from error
     absent = sorted(report.get("missing_keys") or ())
     if absent:
         raise SourceError(f"{source.name} lacks weights: {', '.join(absent[:5])}{' …' if len(absent) > 5 else ''}.")
-    return model.float().eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def _load_tokenizer(source: Source) -> Any:
     options = {"gguf_file": source.gguf} if source.gguf else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=False, local_files_only=True, **options
-        )
+        with _quiet():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source.folder, trust_remote_code=False, local_files_only=True, **options
+            )
     except Exception as error:
         raise SourceError(f"{source.name} has no tokenizer that can be loaded: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -153,6 +161,22 @@ def _load_tokenizer(source: Source) -> Any:
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
     return tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers while inside: this program reports its own progress."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):  # the GGUF reader has a progress bar that cannot be turned off
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _check_tokenizer(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> None:

@@ -3,7 +3,8 @@
     a pack/
       pack.json              this file
       segments/00.onnx …     L+1 graphs; values flow from one to the next by name
-      weights.bin            external data that all segments share; tied weights are stored once
+      segments/weights.bin   external data that all segments share; tied weights are stored once. It lies beside the
+                             graphs because ONNX refuses external data outside a graph's own folder
       tokenizer.json         and tokenizer_config.json
       chat_template.jinja    when the model has one
       generation_config.json

@@ -1,4 +1,4 @@
-"""Does the pack give the logits that transformers gives on the same weights? A conversion that fails here writes nothing."""
+"""Does the pack give the logits that transformers gives on the same weights? If not, nothing is written."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ def _merge(graph: ir.Graph, members: Sequence[ir.Node], has_bias: bool) -> None:
     name = _joined([str(tensor.name) for tensor in weights])
     first, source = members[0], members[0].inputs[0]
     shape = dims(first.outputs[0])
-    assert source is not None and shape is not None
+    assert source is not None
+    assert shape is not None
     wide = (*shape[:-1], sum(widths))
     module = name.removesuffix(".weight")
     merged = add_weight(graph, _concatenated(weights, name, axis=1))
@@ -128,7 +129,8 @@ def _constant_operand(add: ir.Node) -> ir.TensorProtocol:
 
 def _weight(node: ir.Node) -> ir.TensorProtocol:
     weight = node.inputs[1]
-    assert weight is not None and weight.const_value is not None
+    assert weight is not None
+    assert weight.const_value is not None
     return weight.const_value
 
 

@@ -1,4 +1,4 @@
-"""What a user may name as a model: a Hugging Face folder, a hub id, a GGUF file, or an alias. Nothing is loaded here."""
+"""What a user may name as a model: a Hugging Face folder, a hub id, a GGUF file, an alias. Nothing is loaded here."""
 
 from __future__ import annotations
 

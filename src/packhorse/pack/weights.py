@@ -42,7 +42,7 @@ class WeightFile:
                 value.const_value = self._store(tensor)
 
     def _store(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-        data = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+        data = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
         digest = hashlib.sha256(data).digest()
         if digest not in self._known:
             self._file.write(b"\0" * (-self._file.tell() % ALIGNMENT))
