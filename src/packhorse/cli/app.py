@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from packhorse import __version__
+from packhorse.cli.convert import convert
 from packhorse.cli.run import run
 from packhorse.errors import PackhorseError
 
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("convert")(convert)
 app.command("run")(run)
 
 
