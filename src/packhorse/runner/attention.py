@@ -18,8 +18,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import llvmlite.binding
+import numba
 import numpy as np
 
 from packhorse.pack.manifest import AttentionSpec
@@ -27,11 +29,24 @@ from packhorse.runner.base import Float32, Int32, Int64, StepBatch
 from packhorse.runner.compiled import compiled
 from packhorse.runner.crew import Crew
 from packhorse.runner.kv_cache import LayerCache, flat_rows, store
-from packhorse.runner.tiles import LANES, SOURCE_VERSION, mix_tile, score_tile, softmax_tile, sum_lanes
+from packhorse.runner.tiles import (
+    LANES,
+    LINE,
+    SOURCE_VERSION,
+    mix_tile,
+    prefetch_rows,
+    score_tile,
+    softmax_tile,
+    sum_lanes,
+)
 
 TILE_KEYS = 64
 MAX_ITEM_ROWS = 96  # rows of queries, sums and outputs that one thread keeps beside a tile: about 50 kB at head size 64
 
+READ_ROWS = 6  # rows whose products take as long as reading their key from memory
+LEAST_SHARE = 20_000  # cost, some 30 microseconds: what a thread must get to do before it is worth waking
+
+Integer = Any  # int or numpy's, which differ to a type checker and not to numba
 Kernel = Callable[..., int]
 
 
@@ -40,58 +55,72 @@ class AttentionWork:
     """A step's attention, cut up for the threads; the same for every layer with the same heads and window.
 
     items: int32[N, 4]: sequence, key head, first query (counted in the step's queries of the sequence), number of
-    queries. The first `singles` items have one query each. shares: int64[threads, 2, 2]: for each thread the
-    beginning and end of its single-query items and of its others.
+    queries; those of one query come first. shares: int64[members, 2, 2]: for each thread that takes part the beginning
+    and end of its single-query items and of its others, for each kind has a kernel of its own.
     """
 
     items: Int32
-    singles: int
     shares: Int64
 
 
 def plan_attention(batch: StepBatch, spec: AttentionSpec, threads: int) -> AttentionWork:
-    """Cut one layer's attention of `batch` into items, and the items into `threads` shares of about equal cost."""
+    """Cut one layer's attention of `batch` into items, and the items into at most `threads` shares of like cost."""
     group = spec.num_heads // spec.num_kv_heads
-    queries = np.diff(batch.cu_seqlens)
-    run = _queries_per_item(group)
-    runs = -(-queries // run)
-    per_sequence = runs * spec.num_kv_heads
-    sequence = np.repeat(np.arange(len(queries), dtype=np.int32), per_sequence)
-    within = np.arange(len(sequence)) - np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
-    head, index = np.divmod(within, runs[sequence])
-    first = index * run
-    count = np.minimum(run, queries[sequence] - first)
-    order = np.argsort(count > 1, kind="stable")
-    items = np.stack([sequence, head, first, count], axis=1).astype(np.int32)[order]
-    singles = int(np.count_nonzero(count == 1))
-    cost = _cost(batch, queries, items, group, spec.window)
-    return AttentionWork(items, singles, _shares(cost, singles, threads))
+    items, costs, singles = _list_items(
+        batch.cu_seqlens, batch.context_lens, spec.num_kv_heads, group, _queries_per_item(group), spec.window
+    )
+    members = int(min(threads, max(1, costs.sum() // LEAST_SHARE)))
+    return AttentionWork(items, _shares(costs, singles, members))
 
 
 def _queries_per_item(group: int) -> int:
     """A power of two whose rows (queries times heads of the group) fit MAX_ITEM_ROWS, or 1."""
-    return int(2 ** np.floor(np.log2(max(1, MAX_ITEM_ROWS // group))))
+    return 1 << (max(1, MAX_ITEM_ROWS // group).bit_length() - 1)
 
 
-def _cost(batch: StepBatch, queries: Int32, items: Int32, group: int, window: int) -> Int64:
-    """About proportional to an item's time: keys times rows, reading a key weighing as much as a few rows' products."""
-    sequence, _, first, count = items.T.astype(np.int64)
-    begin = batch.context_lens[sequence] - queries[sequence] + first
-    keys = begin + count
-    if window:
-        keys = keys - np.maximum(0, begin - window + 1)
-    cost: Int64 = (keys + TILE_KEYS) * (count * group + 6)
-    return cost
+@compiled
+def _list_items(
+    cu_seqlens: Int32, context_lens: Int32, kv_heads: int, group: int, run: int, window: int
+) -> tuple[Int32, Int64, int]:
+    """(items, their costs, how many of them have one query): runs of `run` queries of each sequence and key head.
+
+    A cost is about proportional to time: keys times rows, where reading a key weighs as much as a few rows' products,
+    and every item has something to do before and after its keys.
+    """
+    total, singles = 0, 0
+    for s in range(len(context_lens)):
+        queries = np.int64(cu_seqlens[s + 1]) - cu_seqlens[s]
+        total += (queries + run - 1) // run * kv_heads
+        if queries % run == 1 or run == 1:
+            singles += kv_heads if run > 1 else queries * kv_heads
+    items = np.empty((total, 4), np.int32)
+    costs = np.empty(total, np.int64)
+    single, other = 0, singles
+    for s in range(len(context_lens)):
+        queries = np.int64(cu_seqlens[s + 1]) - cu_seqlens[s]
+        for h in range(kv_heads):
+            for first in range(0, queries, run):
+                count = min(run, queries - first)
+                if count == 1:
+                    at = single
+                    single += 1
+                else:
+                    at = other
+                    other += 1
+                position = context_lens[s] - queries + first
+                keys = position + count - (max(0, position - window + 1) if window > 0 else 0)
+                items[at, 0], items[at, 1], items[at, 2], items[at, 3] = s, h, first, count
+                costs[at] = (keys + TILE_KEYS) * (count * group + READ_ROWS)
+    return items, costs, singles
 
 
-def _shares(cost: Int64, singles: int, threads: int) -> Int64:
-    """Equal-cost ranges of the singles and of the others apart: each kind has a kernel of its own."""
-    shares = np.empty((threads, 2, 2), np.int64)
-    for kind, (begin, end) in enumerate(((0, singles), (singles, len(cost)))):
-        total = np.concatenate([[0], np.cumsum(cost[begin:end])])
-        targets = total[-1] * np.arange(threads + 1) / threads
-        cuts = begin + np.searchsorted(total, targets)
-        cuts[-1] = end
+def _shares(costs: Int64, singles: int, members: int) -> Int64:
+    """Ranges of about equal cost, of the single-query items and of the others apart."""
+    shares = np.empty((members, 2, 2), np.int64)
+    for kind, (begin, end) in enumerate(((0, singles), (singles, len(costs)))):
+        ends = np.cumsum(costs[begin:end])
+        targets = np.arange(1, members) * (ends[-1] if len(ends) else 0) / members
+        cuts = [begin, *(begin + np.searchsorted(ends - costs[begin:end] / 2, targets)), end]
         shares[:, kind, 0], shares[:, kind, 1] = cuts[:-1], cuts[1:]
     return shares
 
@@ -118,10 +147,13 @@ class PagedAttention:
             spec.softcap > 0,
             spec.sinks is not None,
         )
-        self._kernels = (_kernel(_single_rows(group), *shape), _kernel(_ROWS, *shape))
+        self._kernels = (
+            _kernel(_single_rows(group), *shape, prefetch=True),
+            _kernel(_ROWS, *shape, prefetch=False),
+        )
         self._sinks = np.array(spec.sinks or (), np.float32)
-        rows = _padded(_queries_per_item(group) * group)
-        floats = rows * (spec.head_size + spec.v_head_size + LANES + 1) + _MAX_ROWS * (TILE_KEYS + 1)
+        rows = _queries_per_item(group) * group + _ROWS  # an item's rows, filled up to a whole number of tiles
+        floats = rows * (spec.head_size + spec.v_head_size + LANES + 1) + _ROWS * (TILE_KEYS + 1)
         self._scratch = [np.empty(floats, np.float32) for _ in range(crew.size)]
 
     def store(self, cache: LayerCache, k: Float32, v: Float32, slots: Int64) -> None:
@@ -175,19 +207,21 @@ class PagedAttention:
                         self._scratch[member],
                     )
 
-        self._crew.run(share)
+        self._crew.run(share, len(work.shares))
 
 
 def _host_has_wide_registers() -> bool:
     """Whether 32 vector registers of 64 bytes are there (AVX-512); AVX2 has 16 of 32 bytes, NEON 32 of 16."""
+    told = numba.config.CPU_FEATURES  # what numba compiles for, when it is told (NUMBA_CPU_FEATURES)
+    if told is not None:
+        return "+avx512f" in told
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f", False))
 
 
-# Rows times vectors of a tile must leave room in the registers for keys and queries. 16 sums of 16 floats fill half of
-# AVX-512's registers; 4 fill half of AVX2's and of NEON's.
-_SUMS = 16 if _host_has_wide_registers() else 4
-_ROWS = 8 if _host_has_wide_registers() else 4
-_MAX_ROWS = 8
+# Rows of a tile, and rows times vectors of it that are summed at a time. The sums must leave room in the registers for
+# keys and queries: 16 sums of 16 floats fill half of AVX-512's, 6 fill three quarters of AVX2's and of NEON's. Measured
+# for prefill on one core: 8 x 2 gives 160 GFLOP/s with AVX-512 (8 x 1: 130), 6 x 1 gives 99 with AVX2 (4 x 1: 93).
+_ROWS, _SUMS = (8, 16) if _host_has_wide_registers() else (6, 6)
 
 
 def _single_rows(group: int) -> int:
@@ -195,8 +229,58 @@ def _single_rows(group: int) -> int:
     return next(rows for rows in range(min(group, _ROWS), 0, -1) if group % rows == 0)
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // _MAX_ROWS) * _MAX_ROWS
+@compiled
+def _locate(
+    tile: Integer,
+    first_key: Integer,
+    last_key: Integer,
+    blocks: Int32,
+    head: Integer,
+    block_size: int,
+    key_block: int,
+    value_block: int,
+    head_size: int,
+    v_head_size: int,
+    key_at: Int64,
+    value_at: Int64,
+) -> Integer:
+    """Where the keys and values of each 16 tokens of a tile begin, into key_at and value_at.
+
+    Only those with a key in first_key … last_key; returns how many, with any before them.
+    """
+    begin = tile * TILE_KEYS
+    first_part = max(0, first_key - begin) // LANES
+    last_part = (min(TILE_KEYS - 1, last_key - begin)) // LANES
+    for part in range(first_part, last_part + 1):
+        token = begin + part * LANES
+        block = np.int64(blocks[token // block_size])
+        inside = token % block_size
+        key_at[part] = block * key_block + head * head_size * block_size + inside
+        value_at[part] = block * value_block + (head * block_size + inside) * v_head_size
+    return last_part + 1
+
+
+@compiled
+def _bound_rows(
+    bounds: Int32, row: int, used: Integer, group: int, position: Integer, tile: int, window: int
+) -> tuple[Integer, Integer]:
+    """Which keys of the tile each row sees, into bounds (low, high a row); returns the lowest and highest of all.
+
+    row: the first of the rows. position: of the item's first query. Rows from `used` on see nothing.
+    """
+    begin = tile * TILE_KEYS
+    lowest: Integer = TILE_KEYS
+    highest: Integer = 0
+    for m in range(len(bounds) // 2):
+        own = position + (row + m) // group - begin
+        high = max(0, min(TILE_KEYS, own + 1)) if row + m < used else 0
+        low = min(TILE_KEYS, max(0, own - window + 1)) if window > 0 else 0
+        bounds[2 * m] = low
+        bounds[2 * m + 1] = high
+        if low < high:
+            lowest = min(lowest, low)
+            highest = max(highest, high)
+    return lowest, highest
 
 
 @functools.cache
@@ -209,19 +293,21 @@ def _kernel(
     block_size: int,
     has_softcap: bool,
     has_sinks: bool,
+    prefetch: bool,
 ) -> Kernel:
     """The attention kernel that takes `rows` rows at a time, with everything above compiled in.
+
+    prefetch: fetch the next tile's keys and values while one is computed. It pays where every key is used by few rows,
+    so that memory is what one waits for.
 
     Only numbers may be closed over: they are what numba recognizes kept machine code by.
     """
     group = num_heads // num_kv_heads
     columns = max(1, min(TILE_KEYS // LANES, _SUMS // rows))
     held = max(1, _SUMS // rows)
-    softcapped = int(has_softcap)
-    tile_keys = TILE_KEYS
-    lanes = LANES
-    sub_blocks = block_size // LANES
-    max_rows = _MAX_ROWS
+    softcapped, prefetching = int(has_softcap), int(prefetch)
+    tile_keys, lanes, line = TILE_KEYS, LANES, LINE
+    value_lines = LANES * v_head_size // LINE
     source_version = SOURCE_VERSION
     key_block = num_kv_heads * head_size * block_size
     value_block = num_kv_heads * v_head_size * block_size
@@ -247,20 +333,19 @@ def _kernel(
         scratch: Float32,
     ) -> int:
         # Scratch of one thread:  queries [padded, D] │ outputs [padded, Dv] │ state [padded, 17] │ scores │ shrink
-        bounds = np.empty(2 * max_rows, np.int32)
-        key_at = np.empty(tile_keys // lanes, np.int64)
-        value_at = np.empty(tile_keys // lanes, np.int64)
+        bounds = np.empty(2 * rows, np.int32)
+        key_at = np.zeros(tile_keys // lanes, np.int64)
+        value_at = np.zeros(tile_keys // lanes, np.int64)
+        key_ahead = np.zeros(tile_keys // lanes, np.int64)
+        value_ahead = np.zeros(tile_keys // lanes, np.int64)
         for i in range(begin, end):
             s = items[i, 0]
             h = np.int64(items[i, 1])
             first_token = np.int64(cu_seqlens[s]) + items[i, 2]
-            queries = np.int64(items[i, 3])
-            in_step = np.int64(cu_seqlens[s + 1]) - cu_seqlens[s]
-            first_position = np.int64(context_lens[s]) - in_step + items[i, 2]
-            last_position = first_position + queries - 1
-            used = queries * group
-            groups = (used + rows - 1) // rows
-            padded = groups * rows
+            first_position = np.int64(context_lens[s]) - cu_seqlens[s + 1] + first_token
+            last_position = first_position + items[i, 3] - 1
+            used = np.int64(items[i, 3]) * group
+            padded = (used + rows - 1) // rows * rows
             out_at = padded * head_size
             state_at = out_at + padded * v_head_size
             scores_at = state_at + padded * (lanes + 1)
@@ -270,10 +355,7 @@ def _kernel(
                 source = (first_token + r // group) * q_stride + (h * group + r % group) * head_size
                 for d in range(head_size):
                     scratch[r * head_size + d] = q[source + d] * scale
-            for x in range(used * head_size, padded * head_size):
-                scratch[x] = 0.0
-            for x in range(out_at, scores_at):
-                scratch[x] = 0.0
+            scratch[used * head_size : scores_at] = 0.0
             for r in range(padded):
                 row_state = state_at + r * (lanes + 1)
                 scratch[row_state + lanes] = nothing
@@ -283,54 +365,55 @@ def _kernel(
 
             first_key = max(0, first_position - window + 1) if window > 0 else 0
             for tile in range(first_key // tile_keys, last_position // tile_keys + 1):
-                tile_start = tile * tile_keys
-                low_part = max(0, first_key - tile_start) // lanes
-                high_part = (min(tile_keys, last_position + 1 - tile_start) + lanes - 1) // lanes
-                for part in range(low_part, high_part):
-                    place = tile_start // lanes + part
-                    block = np.int64(block_table[s, place // sub_blocks])
-                    inside = place % sub_blocks * lanes
-                    key_at[part] = block * key_block + h * head_size * block_size + inside
-                    value_at[part] = block * value_block + (h * block_size + inside) * v_head_size
+                _locate(
+                    tile, first_key, last_position, block_table[s], h, block_size,
+                    key_block, value_block, head_size, v_head_size, key_at, value_at,
+                )  # fmt: skip
+                parts_ahead = 0
+                if prefetch:
+                    next_s, next_h, next_tile, next_first, next_last = s, h, tile + 1, first_key, last_position
+                    if next_tile * tile_keys > last_position and i + 1 < end:
+                        next_s, next_h = items[i + 1, 0], np.int64(items[i + 1, 1])
+                        next_last = np.int64(context_lens[next_s]) - cu_seqlens[next_s + 1] + cu_seqlens[next_s]
+                        next_last += items[i + 1, 2]
+                        next_first = max(0, next_last - window + 1) if window > 0 else 0
+                        next_tile = next_first // tile_keys
+                    if next_tile * tile_keys <= next_last:
+                        parts_ahead = _locate(
+                            next_tile, next_first, next_last, block_table[next_s], next_h, block_size,
+                            key_block, value_block, head_size, v_head_size, key_ahead, value_ahead,
+                        )  # fmt: skip
 
-                for g in range(groups):
-                    low = tile_keys
-                    high = np.int64(0)
-                    for m in range(rows):
-                        r = g * rows + m
-                        position = first_position + r // group
-                        row_high = max(0, min(tile_keys, position + 1 - tile_start)) if r < used else 0
-                        row_low = max(0, position - window + 1 - tile_start) if window > 0 else 0
-                        bounds[2 * m] = row_low
-                        bounds[2 * m + 1] = row_high
-                        if row_low < row_high:
-                            low = min(low, row_low)
-                            high = np.int64(max(high, row_high))
+                for row in range(0, padded, rows):
+                    low, high = _bound_rows(bounds, row, used, group, first_position, tile, window)
                     if low >= high:
                         continue
-                    q_at = g * rows * head_size
                     part = low // lanes
                     stop = (high + lanes - 1) // lanes
                     while part + columns <= stop:
                         score_tile(
-                            scratch, q_at, keys, key_at, part, scratch, scores_at,
-                            rows, columns, head_size, block_size, tile_keys,
+                            scratch, row * head_size, keys, key_at, part, key_ahead, scratch, scores_at,
+                            rows, columns, head_size, block_size, tile_keys, prefetching,
                         )  # fmt: skip
                         part += columns
                     while part < stop:
                         score_tile(
-                            scratch, q_at, keys, key_at, part, scratch, scores_at,
-                            rows, 1, head_size, block_size, tile_keys,
+                            scratch, row * head_size, keys, key_at, part, key_ahead, scratch, scores_at,
+                            rows, 1, head_size, block_size, tile_keys, prefetching,
                         )  # fmt: skip
                         part += 1
-                    row_state = state_at + g * rows * (lanes + 1)
                     softmax_tile(
-                        scratch, scores_at, scratch, row_state, bounds, 0, softcap, shrink, rows, tile_keys, softcapped
-                    )
-                    mix_tile(
-                        scratch, scores_at, values, value_at, low, high, shrink, scratch,
-                        out_at + g * rows * v_head_size, rows, held, v_head_size, tile_keys,
+                        scratch, scores_at, scratch, state_at + row * (lanes + 1), bounds, 0, softcap, shrink,
+                        rows, tile_keys, softcapped,
                     )  # fmt: skip
+                    mix_tile(
+                        scratch, scores_at, values, value_at, value_ahead, low, high, shrink,
+                        scratch, out_at + row * v_head_size, rows, held, v_head_size, tile_keys, prefetching,
+                    )  # fmt: skip
+                    for part in range(stop, parts_ahead):  # a short tile asks for its own part of the next one only
+                        prefetch_rows(keys, key_ahead[part], head_size, block_size)
+                    for part in range(high // lanes, parts_ahead):
+                        prefetch_rows(values, value_ahead[part], value_lines, line)
 
             for r in range(used):
                 weight = np.float32(1.0) / sum_lanes(scratch, state_at + r * (lanes + 1))

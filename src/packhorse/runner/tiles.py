@@ -38,12 +38,14 @@ SOURCE_VERSION = zlib.crc32(Path(__file__).read_bytes())
 LANES = 16
 """Floats in a vector; a block of keys is this long or a multiple of it."""
 
+LINE = 16
+"""Floats in a cache line. Where lines are longer, some are asked for twice; that is all."""
+
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _VEC = ir.VectorType(_F32, LANES)
 _IVEC = ir.VectorType(_I32, LANES)
-_LOWEST = -1e30  # a maximum over nothing: far below any score, yet finite, so that differences of it are
 
 _Emit = Callable[[Any, Any, Any, Sequence[Any]], Any]
 
@@ -106,6 +108,21 @@ def _load(builder: Any, base: Any, offset: Any, kind: Any = _F32) -> Any:
 
 def _save(builder: Any, value: Any, base: Any, offset: Any) -> None:
     builder.store(value, _pointer(builder, base, offset, value.type), align=4)
+
+
+def _prefetch(builder: Any, base: Any, offset: Any) -> None:
+    """Ask for the cache line at base[offset]; any address will do, mapped or not."""
+    place = builder.bitcast(builder.gep(base, [offset]), ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, into_first_level, data = (ir.Constant(_I32, x) for x in (0, 3, 1))
+    builder.call(function, [place, read, into_first_level, data])
+
+
+def _block_bases(builder: Any, data: Any, blocks: Any, first: Any, count: int) -> list[Any]:
+    """The addresses data + blocks[first + c] for c < count."""
+    places = [builder.load(builder.gep(blocks, [builder.add(first, _const(c))])) for c in range(count)]
+    return [_pointer(builder, data, place) for place in places]
 
 
 def _loop(
@@ -211,38 +228,42 @@ def score_tile(
     keys: Any,
     blocks: Any,
     block: Any,
+    ahead: Any,
     s: Any,
     s_at: Any,
     ROWS: Any,
     COLUMNS: Any,
     HEAD_SIZE: Any,
-    BLOCK_SIZE: Any,
+    B3K_SIZE: Any,
     TILE_KEYS: Any,
+    PREFETCH: Any,
 ) -> Any:
     """s[m, block * 16 + j] = q[m, :] · keys[blocks[block] : ][:, j] for ROWS rows and COLUMNS vectors of 16 keys.
 
-    q: rows of HEAD_SIZE floats. blocks: int64, where the keys [HEAD_SIZE, BLOCK_SIZE] of each 16 of the tile begin.
-    s: rows of TILE_KEYS floats.
+    q: rows of HEAD_SIZE floats. blocks: int64, where the keys [HEAD_SIZE, B3K_SIZE] of each 16 of the tile begin.
+    s: rows of TILE_KEYS floats. With PREFETCH, the same rows of the blocks at `ahead` are asked for on the way: one
+    cache line of them for each of these, so that memory works while the registers do.
     """
-    constants = _literals(ROWS, COLUMNS, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS)
+    constants = _literals(ROWS, COLUMNS, HEAD_SIZE, B3K_SIZE, TILE_KEYS, PREFETCH)
     if constants is None:
         return None
-    rows, columns, head_size, block_size, tile_keys = constants
+    rows, columns, head_size, block_size, tile_keys, prefetch = constants
 
     def generate(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
         kinds = signature.args
         q_data, keys_data = _data(context, builder, kinds[0], args[0]), _data(context, builder, kinds[2], args[2])
-        blocks_data, s_data = _data(context, builder, kinds[3], args[3]), _data(context, builder, kinds[5], args[5])
+        blocks_data, s_data = _data(context, builder, kinds[3], args[3]), _data(context, builder, kinds[6], args[6])
+        ahead_data = _data(context, builder, kinds[5], args[5])
         first = args[4]
         q_base = _pointer(builder, q_data, args[1])
-        bases = []
-        for c in range(columns):
-            begin = builder.load(builder.gep(blocks_data, [builder.add(first, _const(c))]))
-            bases.append(_pointer(builder, keys_data, begin))
+        bases = _block_bases(builder, keys_data, blocks_data, first, columns)
+        later = _block_bases(builder, keys_data, ahead_data, first, columns if prefetch else 0)
 
         def body(d: Any, sums: list[Any]) -> list[Any]:
             row_of_keys = builder.mul(d, _const(block_size))
             vectors = [_load(builder, base, row_of_keys, _VEC) for base in bases]
+            for base in later:
+                _prefetch(builder, base, row_of_keys)
             for m in range(rows):
                 query = _splat(builder, _load(builder, q_base, builder.add(d, _const(m * head_size))))
                 for c in range(columns):
@@ -250,13 +271,16 @@ def score_tile(
             return sums
 
         sums = _loop(builder, _const(0), _const(head_size), [_splat_const(0.0)] * (rows * columns), body)
-        s_base = _pointer(builder, s_data, builder.add(args[6], builder.mul(first, _const(LANES))))
+        s_base = _pointer(builder, s_data, builder.add(args[7], builder.mul(first, _const(LANES))))
         for m in range(rows):
             for c in range(columns):
                 _save(builder, sums[m * columns + c], s_base, _const(m * tile_keys + c * LANES))
         return context.get_dummy_value()
 
-    return types.void(q, q_at, keys, blocks, block, s, s_at, ROWS, COLUMNS, HEAD_SIZE, BLOCK_SIZE, TILE_KEYS), generate
+    signature = types.void(
+        q, q_at, keys, blocks, block, ahead, s, s_at, ROWS, COLUMNS, HEAD_SIZE, B3K_SIZE, TILE_KEYS, PREFETCH
+    )
+    return signature, generate
 
 
 @_intrinsic
@@ -349,6 +373,7 @@ def mix_tile(
     weights_at: Any,
     values: Any,
     blocks: Any,
+    ahead: Any,
     first_key: Any,
     last_key: Any,
     shrink: Any,
@@ -358,17 +383,18 @@ def mix_tile(
     VECTORS: Any,
     V_HEAD_SIZE: Any,
     TILE_KEYS: Any,
+    PREFETCH: Any,
 ) -> Any:
     """out[m, :] = out[m, :] * shrink[m] + sum over keys j in [first_key, last_key) of weights[m, j] * values[j, :].
 
     blocks: int64, where the values [16, V_HEAD_SIZE] of each 16 keys of the tile begin. Keys outside the bounds are
     not read: a block's tail may hold anything, NaN too, and 0 * NaN is not 0. VECTORS: how many vectors of a row are
-    held in registers at a time.
+    held in registers at a time. With PREFETCH, the same rows of the blocks at `ahead` are asked for on the way.
     """
-    constants = _literals(ROWS, VECTORS, V_HEAD_SIZE, TILE_KEYS)
+    constants = _literals(ROWS, VECTORS, V_HEAD_SIZE, TILE_KEYS, PREFETCH)
     if constants is None:
         return None
-    rows, held, v_head_size, tile_keys = constants
+    rows, held, v_head_size, tile_keys, prefetch = constants
     width = _vector_width(v_head_size)
     vector = ir.VectorType(_F32, width)
     total = v_head_size // width
@@ -378,8 +404,9 @@ def mix_tile(
         weights_base = _pointer(builder, _data(context, builder, kinds[0], args[0]), args[1])
         values_data = _data(context, builder, kinds[2], args[2])
         blocks_data = _data(context, builder, kinds[3], args[3])
-        shrink_data = _data(context, builder, kinds[6], args[6])
-        out_base = _pointer(builder, _data(context, builder, kinds[7], args[7]), args[8])
+        ahead_data = _data(context, builder, kinds[4], args[4])
+        shrink_data = _data(context, builder, kinds[7], args[7])
+        out_base = _pointer(builder, _data(context, builder, kinds[8], args[8]), args[9])
         shrinks = [_splat(builder, _load(builder, shrink_data, _const(m)), width) for m in range(rows)]
 
         def columns(begin: int, count: int) -> None:
@@ -387,9 +414,14 @@ def mix_tile(
             start = [builder.fmul(_load(builder, out_base, at, vector), shrinks[m]) for m, _, at in places]
 
             def body(j: Any, sums: list[Any]) -> list[Any]:
-                block = builder.load(builder.gep(blocks_data, [builder.lshr(j, _const(LANES.bit_length() - 1))]))
+                number = builder.lshr(j, _const(LANES.bit_length() - 1))
+                block = builder.load(builder.gep(blocks_data, [number]))
                 within = builder.mul(builder.and_(j, _const(LANES - 1)), _const(v_head_size))
                 row = _pointer(builder, values_data, builder.add(block, within))
+                if prefetch:
+                    later = _pointer(builder, values_data, builder.load(builder.gep(ahead_data, [number])))
+                    for at in range(begin * width, (begin + count) * width, LINE):
+                        _prefetch(builder, later, builder.add(within, _const(at)))
                 parts = [_load(builder, row, _const((begin + c) * width), vector) for c in range(count)]
                 spread = [
                     _splat(builder, _load(builder, weights_base, builder.add(j, _const(m * tile_keys))), width)
@@ -397,7 +429,7 @@ def mix_tile(
                 ]
                 return [_fma(builder, spread[m], parts[c], sums[i]) for i, (m, c, _) in enumerate(places)]
 
-            sums = _loop(builder, args[4], args[5], start, body)
+            sums = _loop(builder, args[5], args[6], start, body)
             for (_, _, at), value in zip(places, sums, strict=True):
                 _save(builder, value, out_base, at)
 
@@ -406,10 +438,31 @@ def mix_tile(
         return context.get_dummy_value()
 
     signature = types.void(
-        weights, weights_at, values, blocks, types.int64, types.int64, shrink, out, out_at,
-        ROWS, VECTORS, V_HEAD_SIZE, TILE_KEYS,
+        weights, weights_at, values, blocks, ahead, types.int64, types.int64, shrink, out, out_at,
+        ROWS, VECTORS, V_HEAD_SIZE, TILE_KEYS, PREFETCH,
     )  # fmt: skip
     return signature, generate
+
+
+@_intrinsic
+def prefetch_rows(typing_context: Any, array: Any, at: Any, ROWS: Any, STRIDE: Any) -> Any:
+    """Ask for the cache lines at array[at], array[at + STRIDE], … of ROWS rows."""
+    constants = _literals(ROWS, STRIDE)
+    if constants is None:
+        return None
+    rows, stride = constants
+
+    def generate(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        base = _pointer(builder, _data(context, builder, signature.args[0], args[0]), args[1])
+
+        def body(row: Any, carried: list[Any]) -> list[Any]:
+            _prefetch(builder, base, builder.mul(row, _const(stride)))
+            return carried
+
+        _loop(builder, _const(0), _const(rows), [], body)
+        return context.get_dummy_value()
+
+    return types.void(array, at, ROWS, STRIDE), generate
 
 
 @_intrinsic
