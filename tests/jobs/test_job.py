@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,23 @@ def test_the_report_counts_tokens_time_and_batches(bench: Bench) -> None:
     assert running[-1].done == running[-1].total == 8
     assert running[-1].generated_tokens == 32
     assert orjson.loads(orjson.dumps(report.to_dict()))["exit_code"] == 0
+
+
+def test_an_input_that_vanishes_while_it_runs_is_an_error_and_no_crash(bench: Bench) -> None:
+    bench.write(*[prompt("a") for _ in range(50)])
+
+    def model() -> JobModel:
+        bench.input.unlink()
+        return scripted_model()
+
+    with pytest.raises(JobError, match=r"in\.jsonl"):
+        bench.run(model)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_an_error_and_no_crash(bench: Bench) -> None:
+    bench.write(prompt("a"))
+    bench.output.parent.chmod(0o500)
+    with pytest.raises(JobError, match="cannot be written"):
+        bench.run()
+    bench.output.parent.chmod(0o700)

@@ -126,6 +126,7 @@ def run(
     from packhorse.jobs.job import JobSpec, run_job
     from packhorse.jobs.signals import StopSignals
 
+    _check_report(report)
     engine = load_config(
         {
             "max_num_seqs": max_num_seqs,
@@ -177,6 +178,14 @@ def run(
     if report is not None:
         _write_report(report, done.to_dict())
     raise typer.Exit(done.exit_code)
+
+
+def _check_report(path: Path | None) -> None:
+    """Better now than after an hour's work."""
+    from packhorse.errors import ConfigError
+
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{path.parent} does not exist: make the folder for the report first.", param="report")
 
 
 def _format(name: str | None) -> Any:

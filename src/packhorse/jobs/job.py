@@ -93,6 +93,11 @@ def run_job(
             assert path is not None
             source = open_input(path, format=spec.format, column=spec.column, chat=spec.chat)
             return _Job(spec, files, source, on_progress, signals or NoSignals(), clock, wall).run(find_model)
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            raise JobError(
+                f"{place}{error.strerror or error}. Finished results are kept: mend it and run the same command again."
+            ) from error
         finally:
             drop_new(files)
 

@@ -1,0 +1,70 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from packhorse.cli.figures import duration, report_lines, report_title
+from packhorse.cli.progress import PLAIN_SECONDS, PlainDisplay, seconds_left, status_line
+from packhorse.jobs.report import JobProgress, JobReport
+from tests.support.scripted import FakeClock
+
+HALF = JobProgress(
+    stage="running",
+    total=1500,
+    done=800,
+    failed=3,
+    kept=100,
+    prompt_tokens=5000,
+    generated_tokens=2000,
+    running=32,
+    waiting=14,
+    blocks_used=41,
+    blocks_total=100,
+    elapsed=70.0,
+)
+REPORT = JobReport(output="out.jsonl", total=10, ok=7, failed=1, kept=2, prompt_tokens=50, completion_tokens=70)
+
+
+def test_a_status_line_says_all_at_once() -> None:
+    assert status_line(HALF) == (
+        "800/1,500 done (3 failed), in 71 tok/s, out 29 tok/s, 32 running, 14 waiting, cache 41%, 1:10 left"
+    )
+
+
+def test_time_left_goes_by_this_starts_pace() -> None:
+    assert seconds_left(HALF) == pytest.approx(70.0)
+    assert seconds_left(JobProgress("running", total=9, done=5, kept=5, elapsed=3.0)) is None
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
+def test_durations_are_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    display = PlainDisplay(stream, clock)
+    for _ in range(100):
+        display.on_progress(HALF)
+        clock.advance(PLAIN_SECONDS / 10)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "Running …"
+    assert len(lines) == 10
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_report_leaves_out_what_is_not_known() -> None:
+    text = "\n".join(report_lines(REPORT))
+    assert "7 ok, 1 failed, of 10 (2 from earlier starts)" in text
+    assert "latency" not in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(("number", "name"), [(2, "Ctrl-C"), (15, "SIGTERM")])
+def test_a_stopped_job_says_how_to_go_on(number: int, name: str) -> None:
+    report = JobReport("out", 10, 4, 0, 0, 1, 1, stopped_by=number)
+    assert report_title(report) == f"Stopped by {name}: 4 of 10 results are kept. Run the same command again to go on."
+    assert report.exit_code == 128 + number
