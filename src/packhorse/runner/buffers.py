@@ -55,7 +55,7 @@ class StepBuffers:
         values = {v.name: v for s in manifest.segments for v in (*s.inputs, *s.outputs)}
         self._kinds: list[Value] = []
         self._buffers: list[npt.NDArray[Any]] = []
-        self.places = self._assign(values, list(_program(manifest)))
+        self.places = self._assign(values, list(program(manifest)))
 
     def reserve(self, tokens: int, rows: int) -> bool:
         """Make room for a step of `tokens` and `rows`. True if memory moved, so that old views are worth nothing.
@@ -104,7 +104,7 @@ class StepBuffers:
         return places
 
 
-def _program(manifest: Manifest) -> Iterable[tuple[list[str], list[str]]]:
+def program(manifest: Manifest) -> Iterable[tuple[list[str], list[str]]]:
     """(what is read, what is written) of each step: the step's inputs, segment, attention, segment …"""
     yield [], _given(manifest)
     for index, segment in enumerate(manifest.segments):

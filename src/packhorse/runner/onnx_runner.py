@@ -128,7 +128,9 @@ class OnnxRunner:
     def _bind(self, tokens: int, rows: int) -> _BoundStep:
         view = functools.partial(self._buffers.view, tokens=tokens, rows=rows)
         bindings = []
-        for session, segment in zip(self._sessions, self.manifest.segments, strict=True):
+        # Without rows the last segment does not run, and onnxruntime would refuse an empty output.
+        count = len(self._sessions) - (rows == 0)
+        for session, segment in zip(self._sessions[:count], self.manifest.segments[:count], strict=True):
             binding = ort.capi.onnxruntime_pybind11_state.SessionIOBinding(session)
             for value in segment.inputs:
                 array = view(value.name)
@@ -144,7 +146,7 @@ class OnnxRunner:
         inputs: dict[str, Any] = {
             name: view(name) for name in ("ids", "positions", "rows") if name in self._buffers.places
         }
-        logits = view(self.manifest.segments[-1].outputs[0].name).reshape(rows, -1)
+        logits = view(self.manifest.segments[-1].outputs[0].name).reshape(rows, self.vocab_size)
         return _BoundStep(inputs, bindings, layers, logits)
 
 
