@@ -25,11 +25,12 @@ def scripted_engine(
     eos: tuple[int, ...] = (),
     context_length: int = 4096,
     clock: FakeClock | None = None,
+    runner_class: type[ScriptedRunner] = ScriptedRunner,
     **settings: Any,
 ) -> Engine:
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
-    runner = ScriptedRunner(
+    runner = runner_class(
         following or hashed(vocab_size), vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size
     )
     return Engine(
@@ -40,6 +41,14 @@ def scripted_engine(
         context_length=context_length,
         clock=clock or FakeClock(),
     )
+
+
+def runner_of(engine: Engine) -> ScriptedRunner:
+    """The runner of a scripted engine; it keeps its batches from here on."""
+    runner = engine._runner
+    assert isinstance(runner, ScriptedRunner)
+    runner.keep_batches = True
+    return runner
 
 
 def request(request_id: str, prompt: list[int], **params: Any) -> Request:

@@ -96,6 +96,17 @@ class ScriptedRunner:
         row[chosen] = 10.0
 
 
+class PoisonedRunner(ScriptedRunner):
+    """Gives logits that are no numbers after some contexts."""
+
+    poisoned: Callable[[tuple[int, ...]], bool] = staticmethod(lambda _: False)
+
+    def _fill(self, row: Float32, context: tuple[int, ...]) -> None:
+        super()._fill(row, context)
+        if self.poisoned(context):
+            row[5] = np.nan
+
+
 class FakeClock:
     """Seconds that pass only when told to."""
 

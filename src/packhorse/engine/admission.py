@@ -69,8 +69,13 @@ class Admission:
         ]
 
     def _prompt(self, request: Request) -> Int32:
-        ids = np.asarray(request.prompt_token_ids)
-        if ids.ndim != 1 or not len(ids):
+        try:
+            ids = np.asarray(request.prompt_token_ids)
+        except ValueError:  # lists of several lengths
+            ids = np.empty((0, 0))
+        if ids.ndim != 1:
+            raise InvalidRequest("The prompt is not a list of token ids.", param="prompt")
+        if not len(ids):
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self._limits.vocab_size:
             raise InvalidRequest(

@@ -237,8 +237,9 @@ class Engine:
         self._scheduler.remove(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.text is not None:
-            sequence.text.finish()
-            if sequence.text.matched is not None and reason != "stop":
+            enough = len(sequence.output_ids()) > sequence.params.min_tokens
+            sequence.text.finish(stops_active=enough and reason in ("stop", "length"))
+            if sequence.text.matched is not None and reason == "length":
                 sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.matched
         self._news[sequence.request_id] = self._states[sequence.request_id]
 

@@ -29,11 +29,11 @@ class TextStream:
         """One more token; `matched` afterwards says whether it completed a stop string."""
         self._release(self._stops.push(self._decoder.push(token_id), active=stops_active))
 
-    def finish(self) -> None:
+    def finish(self, *, stops_active: bool) -> None:
         """No more tokens: what was kept back is released, unless a stop string ended the text."""
         if self.matched is not None:
             return
-        self._release(self._stops.push(self._decoder.finish()))
+        self._release(self._stops.push(self._decoder.finish(), active=stops_active))
         if self.matched is None:
             self._release(self._stops.finish())
 
