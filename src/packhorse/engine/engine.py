@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from packhorse.config import EngineConfig
 from packhorse.engine.admission import Admission, Limits
@@ -26,6 +27,8 @@ from packhorse.engine.step import PreparedStep, prepare
 from packhorse.errors import InvalidRequest, PackhorseError, StepError
 from packhorse.runner.base import Float32, Int32, Runner
 from packhorse.text.tokenizer import Tokenizer
+
+NOT_FINITE = "The model's logits are not finite numbers for this request."
 
 
 class Engine:
@@ -134,14 +137,20 @@ class Engine:
         self._computed_tokens += plan.total_tokens
         for row, first, at, count in prepared.prompt_logits:
             self._score_prompt(row, first, logits[at : at + count])
-        rows = prepared.sampled_rows
+        rows, places = prepared.sampled_rows, prepared.sampled_logits
+        if prepared.prompt_logits:  # a request may have failed there, with all its choices
+            alive = self._alive(rows)
+            rows, places = rows[alive], places[alive]
         if len(rows):
             whole = len(rows) == len(logits)
-            self._sample(rows, logits if whole else logits[prepared.sampled_logits])
+            self._sample(rows, logits if whole else logits[places])
 
     def _score_prompt(self, row: int, first: int, logits: Float32) -> None:
         sequence = self._table.sequences[row]
         if sequence is None or sequence.params.prompt_logprobs is None:
+            return
+        if not np.isfinite(logits.max(axis=1)).all():
+            self._fail([sequence], StepError(NOT_FINITE))
             return
         for offset, scores in enumerate(logits):
             following = int(self._table.token_ids[row, first + offset + 1])
@@ -157,9 +166,8 @@ class Engine:
         tokens, usable = sample(logits, self._sampling_batch(rows))
         if not usable.all():
             bad = table.running(rows[~usable])
-            self._fail(bad, StepError("The model's logits are not finite numbers for this request."))
-            usable = np.array([table.sequences[row] is not None for row in rows.tolist()])  # with them their choices
-            rows, tokens, special, raw = _only(usable, rows, tokens, special, raw)
+            self._fail(bad, StepError(NOT_FINITE))
+            rows, tokens, special, raw = _only(self._alive(rows), rows, tokens, special, raw)
         self._finish_scoring_only(rows)
         growing = table.num_tokens[rows] < table.end[rows]
         if not growing.all():
@@ -170,6 +178,10 @@ class Engine:
         for i in special:
             self._follow(int(rows[i]), int(tokens[i]), raw.get(i))
         self._finish_ended(rows, tokens)
+
+    def _alive(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Which of `rows` still have a sequence: when one fails, the other choices of its request go with it."""
+        return np.array([self._table.sequences[row] is not None for row in rows.tolist()], dtype=np.bool_)
 
     def _sampling_batch(self, rows: Int32) -> SamplingBatch:
         table = self._table
