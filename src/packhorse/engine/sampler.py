@@ -109,7 +109,7 @@ def _pick(weights: Float32, draw: float) -> int:
 def _filter(distances: Float32, weights: Float32, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64]:
     """Indices that top_k, then top_p, then min_p keep, heaviest first (equal ones by index); never none."""
     reach, total = _reach(distances, weights, top_k, top_p)
-    if min_p > 0.0:
+    if min_p > 0.0 and top_k == 0:  # else what min_p drops still counts in the mass that top_p is a part of
         reach = min(reach, -np.log(min_p) + 0.001)  # a little beyond, for the weight itself decides
     candidates = np.flatnonzero(distances < reach)
     order = candidates[np.argsort(distances[candidates], kind="mergesort")]
