@@ -109,7 +109,13 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("head", "said"),
-    [(b"\x1f\x8b\x08", "gunzip"), (b"\xff\xfea\x00", "UTF-16"), (b"PK\x03\x04", "zip"), (b"PAR1", "--format parquet")],
+    [
+        (b"\x1f\x8b\x08", "gunzip"),
+        (b"\xff\xfea\x00", "UTF-16"),
+        (b"\xfe\xff\x00a", "UTF-16"),
+        (b"PK\x03\x04", "zip"),
+        (b"PAR1", "--format parquet"),
+    ],
 )
 def test_a_file_of_another_kind_is_refused_as_a_whole(tmp_path: Path, head: bytes, said: str) -> None:
     path = tmp_path / "in.jsonl"

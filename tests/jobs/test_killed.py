@@ -164,9 +164,11 @@ def test_a_second_start_beside_the_first_is_refused(tmp_path: Path, driver: Driv
     fill(bench)
     pid = driver.start(bench)
     driver.signal_when(when_written(bench.files.partial, 1000), pid, signal.SIGSTOP)
-    with pytest.raises(JobError, match=rf"Another process \({pid}\)"):
-        bench.run(restart=True)
-    os.kill(pid, signal.SIGCONT)
+    try:
+        with pytest.raises(JobError, match=rf"Another process \({pid}\)"):
+            bench.run(restart=True)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     assert driver.wait() == 1
     assert [line_of(record) for record in bench.results()] == list(range(1, LINES + 1))
 

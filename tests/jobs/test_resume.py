@@ -134,6 +134,29 @@ def test_whatever_follows_the_last_complete_record_is_cut_off(bench: Bench, garb
     check_whole(bench)
 
 
+def test_a_record_of_another_job_is_no_record_of_this_one(bench: Bench) -> None:
+    ask(bench)
+    bench.run()
+    first, second, *others = bench.output.read_bytes().splitlines(keepends=True)
+    bench.output.rename(bench.files.partial)
+    foreign = second.replace(b"batch_req_", b"batch_req_0")
+    bench.files.partial.write_bytes(b"".join([first, foreign, *others]))
+    assert bench.run().kept == 1
+    check_whole(bench)
+
+
+def test_an_output_is_never_made_of_too_few_results(bench: Bench) -> None:
+    ask(bench)
+    bench.run()
+    job_id = bench.results()[0]["id"].split("_")[2]
+    lines = bench.output.read_bytes().splitlines(keepends=True)
+    bench.output.unlink()
+    bench.files.partial.write_bytes(b"".join(lines[:7] + lines[8:]))
+    with pytest.raises(JobError, match="results of 19 lines, and 20 were expected"):
+        finishing.finish(bench.files, job_id, records=20, last_line=20, sort=True)
+    assert not bench.output.exists()
+
+
 @QUICK
 @given(looks=st.lists(st.integers(0, 40), max_size=6), sort=st.booleans())
 def test_stopped_any_number_of_times_the_results_are_the_same(bench: Bench, looks: list[int], sort: bool) -> None:

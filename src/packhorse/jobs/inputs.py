@@ -6,6 +6,7 @@ A bad entry is part of the stream, so that it gets its error record; only what m
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,12 @@ Fields = dict[str, Any]
 _FORMATS: dict[str, InputFormat] = {".txt": "txt", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _PARQUET_ROWS = 1024
 
-_NOT_TEXT = {
-    b"\x1f\x8b": "gzip-compressed: unpack it first (gunzip --keep)",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed: unpack it first (unzstd)",
-    b"PK\x03\x04": "a zip archive: unpack it first",
-    b"\xff\xfe": "UTF-16 text: save it as UTF-8",
-    b"\xfe\xff": "UTF-16 text: save it as UTF-8",
-    b"PAR1": "a Parquet file: say so with --format parquet",
+_OTHER_KINDS = {
+    rb"\x1f\x8b\x08": "gzip-compressed: unpack it first (gunzip --keep)",
+    rb"\x28\xb5\x2f\xfd": "zstd-compressed: unpack it first (unzstd)",
+    rb"PK\x03\x04": "a zip archive: unpack it first",
+    rb"\xff\xfe.\x00|\xfe\xff\x00.": "UTF-16 text: save it as UTF-8",
+    rb"PAR1": "a Parquet file: say so with --format parquet",
 }
 
 
@@ -87,9 +87,14 @@ def _refuse_binary(path: Path) -> None:
             head = file.read(4)
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror or error}.") from error
-    for magic, what in _NOT_TEXT.items():
-        if head.startswith(magic):
-            raise JobError(f"{path} is {what}.")
+    kind = other_kind(head)
+    if kind is not None:
+        raise JobError(f"{path} is {kind}.")
+
+
+def other_kind(head: bytes) -> str | None:
+    """What a file that begins like this is, and what to do; None when it may be lines of text."""
+    return next((kind for magic, kind in _OTHER_KINDS.items() if re.match(magic, head, re.DOTALL)), None)
 
 
 def fields_of(entry: Entry) -> Fields:
