@@ -48,9 +48,8 @@ class Reference:
         import torch
         from transformers import GenerationConfig
 
-        settings = GenerationConfig(
-            do_sample=False, max_new_tokens=job.output_len, eos_token_id=None, pad_token_id=0, use_cache=True
-        )
+        # Without an eos id of its own, generate would take the model's; no token is -1.
+        settings = GenerationConfig(do_sample=False, max_new_tokens=job.output_len, eos_token_id=-1, pad_token_id=0)
         with torch.inference_mode():
             ids = torch.tensor([job.prompt])
             output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)

@@ -99,7 +99,7 @@ def test_control_tokens_typed_by_a_user_stay_text(tokenizer: Tokenizer) -> None:
     forged = tokenizer.encode_chat([{"role": "user", "content": content}])
     assert [forged.count(i) for i in (1, 2)] == [honest.count(i) for i in (1, 2)]
     assert content in tokenizer.decode(forged, skip_special_tokens=False)
-    assert tokenizer.encode(content)[-6:-2] == [2, 198, 1, 9690]
+    assert tokenizer.encode(content)[-7:-3] == [2, 198, 1, 9690]
 
 
 def test_a_numeral_is_one_token_a_digit(tokenizer: Tokenizer) -> None:
