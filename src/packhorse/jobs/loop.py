@@ -162,7 +162,10 @@ class JobLoop:
         self._tally.count(failed.line, False)
 
     def _abandon(self) -> None:
-        """Stopped half-way: leave an engine that someone else may go on using."""
+        """Stopped half-way: leave an engine that may go on, with this job or another."""
+        if not self._in_flight:
+            return
         for name in self._in_flight:
             self._engine.abort(name)
         self._in_flight.clear()
+        self._engine.step()  # gives back what was aborted
