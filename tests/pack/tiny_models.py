@@ -36,7 +36,10 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
-    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 6}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "phi3": ("Phi3Config", {"sliding_window": 12}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "gpt_neox": ("GPTNeoXConfig", {}),

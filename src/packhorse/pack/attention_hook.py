@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from packhorse.errors import UnsupportedModel
+from packhorse.pack.registry import registered
 
 DOMAIN = "packhorse"
 OPERATOR = "PagedAttention"
@@ -179,16 +179,15 @@ def _caught(model: Any, implementation: str, attention: AttentionFunction, mask:
     # Set on the configurations themselves: set_attn_implementation refuses models that dispatch in their own way.
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     before = [config._attn_implementation for config in configs]
-    attentions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
 
     def sdpa(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, scale: float | None = None, **__: Any) -> Any:
         return attention(None, q, k, v, attn_mask, scaling=scale)[0].transpose(1, 2)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(attentions, {implementation: attention}))
-        stack.enter_context(mock.patch.dict(masks, {implementation: mask}))
+        stack.enter_context(registered(AttentionInterface._global_mapping, implementation, attention))
+        stack.enter_context(registered(AttentionMaskInterface._global_mapping, implementation, mask))
         if implementation == _SDPA:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", sdpa))
+            stack.enter_context(registered(vars(torch.nn.functional), "scaled_dot_product_attention", sdpa))
         try:
             for config in configs:
                 config._attn_implementation = implementation

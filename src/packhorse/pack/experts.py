@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers.integrations.moe import ExpertsInterface
+
+from packhorse.pack.registry import registered
 
 _IMPLEMENTATION = "packhorse_dense"
 
@@ -17,7 +18,7 @@ _IMPLEMENTATION = "packhorse_dense"
 def dense(model: Any) -> Iterator[None]:
     """While inside, experts of `model` run densely. Models without experts are not touched."""
     before = getattr(model.config, "_experts_implementation", None)
-    with mock.patch.dict(ExpertsInterface._global_mapping, {_IMPLEMENTATION: dense_experts}):
+    with registered(ExpertsInterface._global_mapping, _IMPLEMENTATION, dense_experts):
         try:
             model.config._experts_implementation = _IMPLEMENTATION
             yield

@@ -55,16 +55,17 @@ def merge_products(graph: ir.Graph) -> None:
 
     Biases are merged too, when every product of the group has one.
     """
-    inputs = dict.fromkeys(node.inputs[0] for node in graph if node.op_type == "MatMul")
+    order = {node: place for place, node in enumerate(graph)}
+    inputs = dict.fromkeys(node.inputs[0] for node in order if node.op_type == "MatMul")
     for value in inputs:
         if value is None:
             continue
         found = [use.node for use in value.uses() if use.idx == 0 and _is_mergeable(use.node)]
-        order = {node: place for place, node in enumerate(graph) if node in set(found)}
-        for has_bias, group in groupby(sorted(found, key=lambda n: (_bias_of(n) is None, order[n])), _has_bias):
+        found.sort(key=lambda node: (_has_bias(node), order[node]))
+        for has_bias, group in groupby(found, _has_bias):
             members = list(group)
             if 2 <= len(members) <= _MOST_MERGED:
-                _merge(graph, sorted(members, key=order.__getitem__), has_bias)
+                _merge(graph, members, has_bias)
 
 
 def _merge(graph: ir.Graph, members: Sequence[ir.Node], has_bias: bool) -> None:
