@@ -26,9 +26,9 @@ def _rewritten(model: ir.Model, rewrite: Callable[[ir.Graph], None], inputs: Arr
 
 def test_products_of_one_input_become_one() -> None:
     model = graph_of(
-        """step (float[T, 4] x) => (float[T, 6] q, float[T, 2] k, float[T, 2] v)
+        """step (float[T, 4] x) => (float[T, 4] q, float[T, 2] k, float[T, 2] v)
         { a = MatMul(x, wq)  b = MatMul(x, wk)  c = MatMul(x, wv)  q = Neg(a)  k = Neg(b)  v = Neg(c) }""",
-        wq=floats(4, 6),
+        wq=floats(4, 4),
         wk=floats(4, 2, seed=1),
         wv=floats(4, 2, seed=2),
     )
@@ -37,10 +37,10 @@ def test_products_of_one_input_become_one() -> None:
 
 def test_biases_are_merged_with_their_products() -> None:
     model = graph_of(
-        """step (float[T, 4] x) => (float[T, 6] q, float[T, 2] k)
+        """step (float[T, 4] x) => (float[T, 4] q, float[T, 2] k)
         { a = MatMul(x, wq)  b = Add(bq, a)  c = MatMul(x, wk)  d = Add(c, bk)  q = Neg(b)  k = Neg(d) }""",
-        wq=floats(4, 6),
-        bq=floats(6, seed=3),
+        wq=floats(4, 4),
+        bq=floats(4, seed=3),
         wk=floats(4, 2, seed=1),
         bk=floats(2, seed=4),
     )
@@ -49,10 +49,10 @@ def test_biases_are_merged_with_their_products() -> None:
 
 def test_a_product_without_a_bias_is_not_merged_with_one_that_has_it() -> None:
     model = graph_of(
-        """step (float[T, 4] x) => (float[T, 6] q, float[T, 2] k)
+        """step (float[T, 4] x) => (float[T, 4] q, float[T, 2] k)
         { a = MatMul(x, wq)  b = Add(a, bq)  c = MatMul(x, wk)  q = Neg(b)  k = Neg(c) }""",
-        wq=floats(4, 6),
-        bq=floats(6),
+        wq=floats(4, 4),
+        bq=floats(4),
         wk=floats(4, 2),
     )
     assert _rewritten(model, merge_products).count("MatMul") == 2
@@ -66,6 +66,17 @@ def test_a_weight_used_twice_is_not_merged() -> None:
         u=floats(4, 4, seed=1),
     )
     assert _rewritten(model, merge_products).count("MatMul") == 3
+
+
+def test_wide_products_stay_apart() -> None:
+    """Copying the halves of gate and up out of one product costs more than one product saves."""
+    model = graph_of(
+        """step (float[T, 4] x) => (float[T, 6] g, float[T, 6] u)
+        { a = MatMul(x, wg)  b = MatMul(x, wu)  g = Neg(a)  u = Neg(b) }""",
+        wg=floats(4, 6),
+        wu=floats(4, 6, seed=1),
+    )
+    assert _rewritten(model, merge_products).count("MatMul") == 2
 
 
 def test_a_tied_head_reads_the_embedding_table() -> None:

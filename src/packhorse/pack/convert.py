@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 
+# Raised when the same source gives other graphs than before, so that cached packs are made again.
+REVISION = 1
+
 _SPARE_BYTES = 64 << 20  # graphs, tokenizer, alignment
 _UNCHECKED = Parity(max_abs_difference=0.0, max_logit=0.0, checks=0)
 _LIBRARIES = ("packhorse", "torch", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "tokenizers")
@@ -65,14 +68,14 @@ def convert(
 def convert_cached(source: str | Path, *, allow_pickle: bool = False, progress: Progress | None = None) -> Path:
     """The pack of `source`, converted once into the cache folder (see `home`); a pack's own folder is returned as is.
 
-    The cache is keyed by the content of the source and the format version. Two processes do not both convert: the
+    The cache is keyed by the content of the source, the format version and the converter's revision. Two processes do not both convert: the
     second waits for the first. Raises what `convert` raises.
     """
     if (Path(source).expanduser() / "pack.json").is_file():
         return Path(source).expanduser()
     found = resolve(source, allow_pickle=allow_pickle)
     stem = re.sub(r"[^\w.-]+", "-", found.name)
-    target = home() / "packs" / f"{stem}-{found.fingerprint()[:32]}-v{FORMAT_VERSION}"
+    target = home() / "packs" / f"{stem}-{found.fingerprint()[:32]}-v{FORMAT_VERSION}.{REVISION}"
     if _is_whole(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -51,9 +51,10 @@ def share_tied_head(graph: ir.Graph) -> None:
 
 
 def merge_products(graph: ir.Graph) -> None:
-    """Products of the same input by constant weights become one product and a Split: q, k, v; gate and up.
+    """Narrow products of the same input by constant weights become one product and a Split: q, k, v.
 
-    Biases are merged too, when every product of the group has one.
+    A product no wider than its input is too small to keep several threads busy; wider ones (gate, up) lose more to the
+    copies that Split makes than they gain (see _is_narrow). Biases are merged too, when every product has one.
     """
     order = {node: place for place, node in enumerate(graph)}
     inputs = dict.fromkeys(node.inputs[0] for node in order if node.op_type == "MatMul")
@@ -102,9 +103,23 @@ def _is_mergeable(node: ir.Node) -> bool:
         weight is not None
         and weight.is_initializer()
         and len(weight.uses()) == 1
-        and len(dims(weight) or ()) == 2
+        and _is_narrow(weight)
         and not node.outputs[0].is_graph_output()
     )
+
+
+def _is_narrow(weight: ir.Value) -> bool:
+    """Whether a weight [K, N] has N <= K.
+
+    Measured at K = 576 with 2 threads, one product and Split against separate products, for 1, 16, 64 and 256 tokens:
+    q, k, v (576, 192, 192) take 20 %, 9 %, 2 % less and 3 % more time; gate, up (1536 each) 7 % less, the same, 2 % and
+    10 % more. With a single thread gate and up take 3 % more at any size.
+    """
+    shape = dims(weight)
+    if shape is None or len(shape) != 2:
+        return False
+    depth, width = shape
+    return isinstance(depth, int) and isinstance(width, int) and width <= depth
 
 
 def _has_bias(node: ir.Node) -> bool:
