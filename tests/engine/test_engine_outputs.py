@@ -441,6 +441,12 @@ def test_echo_begins_with_the_prompts_text_given_or_decoded() -> None:
     assert outputs["given"].prompt_token_ids == PROMPT
 
 
+def test_echo_shows_the_prompts_control_tokens_as_they_stand() -> None:
+    engine = scripted_engine(scripts({(1, 5, 2): [*ids("a"), IM_END]}), tokenizer=TEXT, eos=(IM_END,))
+    engine.submit(request("a", [1, 5, 2], echo=True))
+    assert finish_all(engine)["a"].outputs[0].text == "<|im_start|>" + TEXT.decode([5]) + "<|im_end|>a"
+
+
 def test_echo_streams_the_prompt_first() -> None:
     outputs = streamed(spelling([*ids(" there"), IM_END]), echo=True)
     prompt = TEXT.decode(PROMPT, skip_special_tokens=False)

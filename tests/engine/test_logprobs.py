@@ -32,7 +32,7 @@ def test_log_probabilities_equal_a_direct_computation(logits: np.ndarray, token:
 
 def test_minus_infinity_is_reported_as_the_floor() -> None:
     found = token_logprobs(np.array([0, -np.inf, -np.inf], dtype=np.float32), 1, 3)
-    assert found.logprob == LOGPROB_FLOOR
+    assert found.logprob == LOGPROB_FLOOR == -9999.0
     assert found.top_logprobs == (0.0, LOGPROB_FLOOR, LOGPROB_FLOOR)
 
 

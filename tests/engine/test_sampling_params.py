@@ -98,6 +98,31 @@ def test_a_value_on_the_boundary_is_accepted(field: str, value: Any, kept: Any) 
     assert getattr(SamplingParams(**{field: value}), field) == kept
 
 
+def test_defaults_are_those_of_the_api_that_the_names_come_from() -> None:
+    assert SamplingParams().model_dump() == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "max_tokens": 16,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "echo": False,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+    }
+
+
 def test_every_field_is_in_the_table_of_refusals() -> None:
     assert {field for field, _ in REFUSED} == set(SamplingParams.model_fields)
 
