@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 from packhorse.errors import ConfigError, InvalidRequest, JobError
@@ -76,8 +78,6 @@ def test_a_csv_column_must_be_there(tmp_path: Path) -> None:
 
 
 def test_parquet_columns_hold_texts_ids_or_messages(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "in.parquet"
     table = arrow.table(
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -389,10 +388,8 @@ def test_an_input_that_vanishes_while_it_runs_is_an_error_and_no_crash(bench: Be
         bench.run(model)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_an_error_and_no_crash(bench: Bench) -> None:
+def test_a_folder_where_nothing_can_be_written_is_an_error_and_no_crash(bench: Bench) -> None:
     bench.write(prompt("a"))
-    bench.output.parent.chmod(0o500)
+    bench.output = Path("/proc/results.jsonl")  # not even root can make a file there
     with pytest.raises(JobError, match="cannot be written"):
         bench.run()
-    bench.output.parent.chmod(0o700)
