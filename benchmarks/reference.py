@@ -29,6 +29,7 @@ class Reference:
         """The transformers model, float32, loaded when it is first needed."""
         if self._model is None:
             self._model = self._load().eval()
+            self._model.generation_config.eos_token_id = None  # the workload's lengths are given
         return self._model
 
     def answers(self, jobs: list[Job]) -> list[list[int]]:
@@ -48,8 +49,7 @@ class Reference:
         import torch
         from transformers import GenerationConfig
 
-        # Without an eos id of its own, generate would take the model's; no token is -1.
-        settings = GenerationConfig(do_sample=False, max_new_tokens=job.output_len, eos_token_id=-1, pad_token_id=0)
+        settings = GenerationConfig(do_sample=False, max_new_tokens=job.output_len, pad_token_id=0)
         with torch.inference_mode():
             ids = torch.tensor([job.prompt])
             output = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)

@@ -36,7 +36,7 @@ def answers(transformers_model: Any, prompts: list[list[int]]) -> list[list[int]
     import torch
     from transformers import GenerationConfig
 
-    settings = GenerationConfig(do_sample=False, max_new_tokens=OUTPUT, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=OUTPUT, pad_token_id=0)
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
