@@ -1,6 +1,6 @@
 """The attention kernel alone: bytes of cache read per second in decode, products per second in prefill.
 
-    python benchmarks/attention.py [--threads N] [--heads 9] [--kv-heads 3] [--head-size 64]
+    python -m benchmarks.attention [--threads N] [--heads 9] [--kv-heads 3] [--head-size 64]
 
 Both are printed beside what the machine can do at most (limits.py), measured in the same run. The blocks of the
 sequences lie in random order, as they do after a while of serving, and as many layers take turns as it needs for
@@ -10,10 +10,11 @@ the cache to be larger than the processor's own.
 from __future__ import annotations
 
 import argparse
+import statistics
 
 import numpy as np
-from benchmarks.limits import median_seconds, product_gflops, read_gigabytes_per_second
 
+from benchmarks.limits import product_gflops, read_gigabytes_per_second, round_seconds
 from packhorse.machine import usable_cpus
 from packhorse.pack.manifest import AttentionSpec
 from packhorse.runner.attention import PagedAttention, plan_attention
@@ -70,7 +71,7 @@ def seconds_per_layer(spec: AttentionSpec, crew: Crew, contexts: list[int], quer
         for cache in caches:
             attention.attend(cache, q, out, batch, work)
 
-    return median_seconds(step) / layers
+    return statistics.median(round_seconds(step)) / layers
 
 
 def main() -> None:
@@ -95,9 +96,8 @@ def main() -> None:
                 continue
             seconds = seconds_per_layer(spec, crew, [context] * sequences, [1] * sequences)
             rate = 1e-9 * sequences * context * token_bytes / seconds
-            print(
-                f"  context {context:5d} x {sequences:3d}  {rate:6.1f} GB/s  {rate / limit:4.0%}  {1e6 * seconds:8.0f} us"
-            )
+            shape = f"context {context:5d} x {sequences:3d}"
+            print(f"  {shape}  {rate:6.1f} GB/s  {rate / limit:4.0%}  {1e6 * seconds:8.0f} us")
 
     peak = max(gflops for _, gflops in product_gflops(options.threads))
     print(f"prefill: the best of this machine's products is {peak:.0f} GFLOP/s")

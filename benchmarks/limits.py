@@ -1,15 +1,15 @@
 """What this machine can do at most: matrix products per second, memory read per second, and the CPU flags behind them.
 
-    python benchmarks/limits.py [--threads N]
+    python -m benchmarks.limits [--threads N]
 
-A step cannot be faster than its products at the first figure and its bytes at the second. Other benchmarks print
-their own figures as a share of these.
+Each figure is the best of nine rounds: a limit is what the machine reaches when nothing is in its way. A step cannot
+be faster than its products at the first figure and its bytes at the second; other benchmarks print their own figures
+as a share of these.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -28,8 +28,8 @@ FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avxvnni", "avx512bf16"
 MEGABYTE = 2**20
 
 
-def median_seconds(call: Callable[[], object], rounds: int = 9, least: float = 0.02) -> float:
-    """Median time of one call, each round at least `least` seconds long, after a round to warm up."""
+def round_seconds(call: Callable[[], object], rounds: int = 9, least: float = 0.02) -> list[float]:
+    """Seconds of one call in each of several rounds, each at least `least` seconds long, after one to warm up."""
     call()
     start = time.perf_counter()
     call()
@@ -40,7 +40,7 @@ def median_seconds(call: Callable[[], object], rounds: int = 9, least: float = 0
         for _ in range(times):
             call()
         taken.append((time.perf_counter() - start) / times)
-    return statistics.median(taken)
+    return taken
 
 
 def product_gflops(threads: int, depth: int = 576, width: int = 1536, weights: int = 24) -> Iterator[tuple[int, float]]:
@@ -54,7 +54,7 @@ def product_gflops(threads: int, depth: int = 576, width: int = 1536, weights: i
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     for rows in PRODUCT_ROWS:
         x = np.random.default_rng(0).standard_normal((rows, depth), np.float32)
-        seconds = median_seconds(lambda x=x: session.run(None, {"x": x}))
+        seconds = min(round_seconds(lambda x=x: session.run(None, {"x": x})))
         yield rows, 2e-9 * rows * depth * width * weights / seconds
 
 
@@ -78,8 +78,8 @@ def _product_chain(depth: int, width: int, weights: int) -> bytes:
 @numba.njit(nogil=True, fastmath=True)
 def _sum(array: np.ndarray) -> np.float32:
     total = np.float32(0.0)
-    for value in array:
-        total += value
+    for i in range(array.size):  # by index: over the values themselves numba makes no vectors
+        total += array[i]
     return total
 
 
@@ -89,7 +89,7 @@ def read_gigabytes_per_second(threads: int, megabytes: int = 512) -> float:
     parts = np.array_split(array, threads)
     crew = Crew(threads)
     _sum(parts[0][:16])
-    seconds = median_seconds(lambda: crew.run(lambda member: _sum(parts[member])))
+    seconds = min(round_seconds(lambda: crew.run(lambda member: _sum(parts[member]))))
     crew.close()
     return 1e-9 * array.nbytes / seconds
 
