@@ -68,8 +68,8 @@ def convert(
 def convert_cached(source: str | Path, *, allow_pickle: bool = False, progress: Progress | None = None) -> Path:
     """The pack of `source`, converted once into the cache folder (see `home`); a pack's own folder is returned as is.
 
-    The cache is keyed by the content of the source, the format version and the converter's revision. Two processes do not both convert: the
-    second waits for the first. Raises what `convert` raises.
+    The cache is keyed by the content of the source, the format version and the converter's revision. Two processes do
+    not both convert: the second waits for the first. Raises what `convert` raises.
     """
     if (Path(source).expanduser() / "pack.json").is_file():
         return Path(source).expanduser()

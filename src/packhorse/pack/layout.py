@@ -33,7 +33,7 @@ def collapse_views(graph: ir.Graph) -> None:
             continue
         if node.op_type == "Reshape" and root is node.inputs[0] and dims(root) != shape:
             continue  # one Reshape already
-        replace(value, insert_reshape(graph, node, root, shape, f"{value.name}/view"))
+        replace(value, insert_reshape(graph, node, root, shape, f"{node.name}/view"))
 
 
 def flatten_rotary(graph: ir.Graph) -> None:
@@ -77,9 +77,9 @@ def drop_batch_axis(graph: ir.Graph) -> None:
             if shape is not None
         ]
         insert(graph, node, node.op_type, inputs, outputs, attributes).name = node.name
-        for old, new, shape in zip(node.outputs, outputs, shapes, strict=True):
+        for place, (old, new, shape) in enumerate(zip(node.outputs, outputs, shapes, strict=True)):
             if shape is not None:
-                replace(old, insert_reshape(graph, node, new, shape, f"{old.name}/batched"))
+                replace(old, insert_reshape(graph, node, new, shape, f"{node.name}/batched.{place}"))
 
 
 def _without_batch(graph: ir.Graph, node: ir.Node) -> list[ir.Value | None] | None:
