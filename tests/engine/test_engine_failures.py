@@ -315,6 +315,18 @@ def test_preemption_does_not_move_the_first_moments() -> None:
     assert engine.stats().preemptions == sum(o.metrics.num_preemptions for o in outputs.values() if o.metrics)
 
 
+def test_the_first_token_of_a_request_is_that_of_its_first_choice() -> None:
+    clock = FakeClock()
+    engine = scripted_engine(clock=clock, max_num_seqs=1)
+    engine.submit(request("a", [1], n=3, temperature=1.0, max_tokens=4))
+    while engine.num_unfinished:
+        clock.advance(1)
+        outputs = engine.step()
+    assert outputs[0].metrics is not None
+    assert (outputs[0].metrics.first_scheduled_time, outputs[0].metrics.first_token_time) == (1, 1)
+    assert outputs[0].metrics.finished_time == 12
+
+
 def test_moments_that_never_came_are_none() -> None:
     engine = scripted_engine()
     engine.submit(request("a", [1]))

@@ -179,11 +179,11 @@ def test_a_preempted_sequence_comes_before_those_that_waited() -> None:
 def test_admission_leaves_room_to_grow_so_that_preemptions_are_few() -> None:
     engine = scripted_engine(num_blocks=16, block_size=4, max_num_seqs=64)
     for number in range(40):
-        engine.submit(request(str(number), [number] * 9, max_tokens=20))
+        engine.submit(request(str(number), [number] * 4, max_tokens=20))
     finish_all(engine)
     stats = engine.stats()
-    assert stats.preemptions <= 40
-    assert stats.computed_tokens <= 2 * (40 * 29)
+    assert stats.preemptions <= 40  # 29; without that room 79
+    assert stats.computed_tokens <= 1.4 * (40 * 23)
 
 
 def test_a_full_cache_stops_admission_and_not_the_engine() -> None:
