@@ -142,21 +142,23 @@ def test_an_operator_without_an_onnx_form_is_named(tmp_path: Path, monkeypatch: 
         _convert(tiny_model("llama"), tmp_path)
 
 
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [4.0, 4.4, 4.8, 5.2],
+    "original_max_position_embeddings": 64,
+}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
 @pytest.mark.slow
-def test_positions_beyond_the_original_length_of_a_long_rope_are_not_promised(tmp_path: Path) -> None:
-    """Such models change all frequencies there, for a whole sequence at once."""
-    factors = [1.0 + 0.1 * i for i in range(4)]
-    model = tiny_model(
-        "phi3",
-        sliding_window=None,
-        max_position_embeddings=128,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": factors,
-            "long_factor": [f * 4 for f in factors],
-            "original_max_position_embeddings": 64,
-        },
+@pytest.mark.parametrize(("name", "rope", "context_length"), [("phi3", _LONG_ROPE, 64), ("llama", _DYNAMIC_ROPE, 128)])
+def test_a_rope_that_grows_is_promised_up_to_its_original_length(
+    name: str, rope: dict[str, Any], context_length: int, tmp_path: Path
+) -> None:
+    """Beyond it such models change all frequencies, for every sequence of a batch at once."""
+    changes = {"original_max_position_embeddings": 64, "sliding_window": None} if name == "phi3" else {}
+    assert (
+        _convert(tiny_model(name, rope_parameters=rope, **changes), tmp_path).manifest.context_length == context_length
     )
-    assert _convert(model, tmp_path).manifest.context_length == 64

@@ -63,6 +63,15 @@ def test_tied_weights_are_stored_once(tiny_pack: Path) -> None:
     assert stored < parameters + table, "the embedding is there twice"
 
 
+def test_every_segment_is_standard_onnx(tiny_pack: Path) -> None:
+    import onnx
+
+    for segment in load_manifest(tiny_pack).segments:
+        onnx.checker.check_model(tiny_pack / segment.file, full_check=True)
+        graph = onnx.load(tiny_pack / segment.file, load_external_data=False)
+        assert [(o.domain, o.version) for o in graph.opset_import] == [("", 23)]
+
+
 def test_no_file_tells_where_it_was_made(tiny_pack: Path) -> None:
     made_in = str(tiny_pack.parent).encode()
     for path in tiny_pack.rglob("*"):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import onnx_ir as ir
@@ -15,6 +16,7 @@ import torch
 
 from packhorse.errors import UnsupportedModel
 from packhorse.pack import attention_hook, experts
+from packhorse.pack.load import GROWING_ROPE
 
 OPSET = 23  # the first with RMSNormalization and RotaryEmbedding as single operators
 _LARGEST_STEP = 1 << 20
@@ -50,8 +52,7 @@ def _trace(model: Any, restart: Any) -> Any:
     tokens = torch.export.Dim("T", min=2, max=_LARGEST_STEP)
     example = (torch.arange(7) + 3, torch.arange(7))
     try:
-        with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
-            warnings.simplefilter("ignore")
+        with _quiet(), _fixed_frequencies(model):
             return torch.onnx.export(
                 RaggedStep(),
                 example,
@@ -98,14 +99,31 @@ def _first_line(text: str) -> str:
 
 
 @contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Loggers that talk about the exporter's own business stay silent while inside."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+def _fixed_frequencies(model: Any) -> Iterator[None]:
+    """Rotary embeddings that grow with the longest sequence of a batch keep their first frequencies while inside.
+
+    One step serves sequences of many lengths, so it cannot follow them; up to the original length, which is the context
+    length of such a model's pack (see load.context_length), nothing grows.
+    """
+    growing = [m for m in model.modules() if getattr(m, "rope_type", None) in GROWING_ROPE]
+    types = [module.rope_type for module in growing]
+    for module in growing:
+        module.rope_type = "default"
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for module, rope_type in zip(growing, types, strict=True):
+            module.rope_type = rope_type
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter talks about its own business, and prints whole graphs when it fails; not while inside."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

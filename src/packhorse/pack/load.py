@@ -17,6 +17,8 @@ from packhorse.pack import gguf_tokenizer
 from packhorse.pack.source import Source, read_config
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
+# Kinds of rotary embedding whose frequencies depend on the length of the longest sequence in a batch.
+GROWING_ROPE = ("longrope", "dynamic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def context_length(config: Any) -> int:
     else:
         raise SourceError(f"The configuration gives no context length (looked for {', '.join(_POSITIONS)}).")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
+    if rope.get("rope_type") in GROWING_ROPE:
         # These change all frequencies once a sequence passes the original length, which a graph that serves many
         # sequences at once cannot follow. Up to that length they are plain rotary embeddings.
         original = rope.get("original_max_position_embeddings") or getattr(
