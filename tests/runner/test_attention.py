@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from packhorse.pack.manifest import AttentionSpec
 from packhorse.runner.attention import plan_attention
-from packhorse.runner.crew import Crew
 from tests.runner.ragged import Attention, block_table, blocks_needed, make_spec, random_qkv, reference, step
 
 # Each is compiled once: few, but each different in what the kernel is specialized by.
@@ -190,18 +189,3 @@ def test_one_long_prefill_is_shared_by_all_threads() -> None:
     cost = (first + count) * count
     totals = [cost[begin:end].sum() for begin, end in work.shares[:, 1]]
     assert max(totals) < 1.3 * min(totals)
-
-
-def test_a_crew_raises_what_a_member_raised_and_works_on() -> None:
-    crew = Crew(3)
-
-    def share(member: int) -> None:
-        if member == 2:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        crew.run(share)
-    done: list[int] = []
-    crew.run(done.append)
-    assert sorted(done) == [0, 1, 2]
-    crew.close()

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 
 from packhorse.errors import PackError, StepError
@@ -93,6 +94,7 @@ class OnnxRunner:
         step = self._step(len(batch.ids), len(batch.rows))
         for name, array in step.inputs.items():
             array[:] = getattr(batch, name)
+        batch = _packed(batch)
         plans = _Plans(batch, self.threads)
         for index, layer in enumerate(step.layers):
             self._run_segment(index, step)
@@ -102,6 +104,10 @@ class OnnxRunner:
         if len(batch.rows):
             self._run_segment(len(step.layers), step)
         return step.logits
+
+    def close(self) -> None:
+        """End the runner's threads; it cannot run again. Happens by itself when nothing refers to the runner."""
+        self._crew.close()
 
     def _run_segment(self, index: int, step: _BoundStep) -> None:
         try:
@@ -211,6 +217,12 @@ def _share_arena() -> None:
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     same_as_requested = 1
     ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"arena_extend_strategy": same_as_requested}))
+
+
+def _packed(batch: StepBatch) -> StepBatch:
+    """The batch with C-contiguous arrays: kernels are compiled for those, and would be again for any other kind."""
+    arrays = (np.ascontiguousarray(getattr(batch, field.name)) for field in fields(batch))
+    return StepBatch(*arrays)
 
 
 def _check(batch: StepBatch, num_slots: int) -> None:
