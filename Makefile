@@ -51,7 +51,8 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.limits
-	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.peers --only packhorse --rounds 1
 
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers
