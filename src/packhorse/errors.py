@@ -95,3 +95,17 @@ class StepError(PackhorseError):
     """A step failed in the runner; carried by the requests that were in it."""
 
     code = "step_failed"
+
+
+class OutOfMemory(StepError):
+    """A step needs more memory than there is."""
+
+    status = 503
+    code = "out_of_memory"
+
+
+class DeadlineExceeded(PackhorseError):
+    """A request's own time limit has passed."""
+
+    status = 504
+    code = "deadline_exceeded"

@@ -195,7 +195,7 @@ def test_an_abort_frees_everything_wherever_the_request_is(where: str) -> None:
         engine.check_integrity()
     victim = engine._states["a"].sequences[0]
     if where == "preempted":
-        victim = engine._scheduler.waiting[0]
+        victim = next(iter(engine._scheduler.waiting))
     name = victim.request_id
     state = engine._states[name].sequences[0]
     assert (state.row == -1) == (where in ("queued", "preempted"))

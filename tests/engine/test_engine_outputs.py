@@ -332,7 +332,7 @@ def test_log_probabilities_are_raw_and_whole_however_a_prompt_is_cut(budget: int
 
 @pytest.mark.parametrize("budget", [5, 16])
 def test_log_probabilities_survive_preemption(budget: int) -> None:
-    engine = scripted_engine(num_blocks=8, block_size=4, max_num_batched_tokens=budget)
+    engine = scripted_engine(num_blocks=8, block_size=4, max_num_batched_tokens=budget, enable_prefix_caching=False)
     for number in range(5):
         engine.submit(request(str(number), [(number + 7 * i) % VOCAB for i in range(9)], **ASKED))
     outputs = finish_all(engine)

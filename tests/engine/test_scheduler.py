@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from packhorse.engine.engine import Engine
+from packhorse.engine.sequence import Sequence
 from tests.support.engines import finish_all, request, runner_of, scripted_engine
 
 
@@ -132,14 +133,14 @@ def test_preemption_changes_no_answer(prompt_length: int, blocks: int) -> None:
 def preempted_lengths(engine: Engine) -> list[int]:
     """How many tokens each preempted sequence had when it was sent back, prompts not counted."""
     lengths: list[int] = []
-    preempt: Callable[[], None] = engine._scheduler._preempt_newest
+    preempt: Callable[[], Sequence | None] = engine._scheduler.preempt_last
 
-    def spy() -> None:
+    def spy() -> Sequence | None:
         newest = engine._scheduler.running[-1]
         lengths.append(int(engine._table.num_tokens[newest.row]) - newest.prompt_len)
-        preempt()
+        return preempt()
 
-    engine._scheduler._preempt_newest = spy  # type: ignore[method-assign]
+    engine._scheduler.preempt_last = spy  # type: ignore[method-assign]
     return lengths
 
 
@@ -223,8 +224,8 @@ HARMS: dict[str, Callable[[Engine], None]] = {
     "a row of nobody": lambda engine: engine._table.sequences.__setitem__(engine._scheduler.running[0].row, None),
     "too much computed": lambda engine: engine._table.num_computed.__setitem__(slice(None), 99),
     "finished but running": lambda engine: setattr(engine._scheduler.running[0], "finish_reason", "stop"),
-    "waiting with a row": lambda engine: engine._scheduler.waiting.append(engine._scheduler.running[0]),
-    "forgotten by the scheduler": lambda engine: engine._scheduler.waiting.clear(),
+    "waiting with a row": lambda engine: engine._scheduler.waiting.push(engine._scheduler.running[0]),
+    "forgotten by the scheduler": lambda engine: engine._scheduler.waiting._heaps[0].clear(),
 }
 
 

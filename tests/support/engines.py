@@ -45,7 +45,7 @@ def scripted_engine(
 
 def runner_of(engine: Engine) -> ScriptedRunner:
     """The runner of a scripted engine; it keeps its batches from here on."""
-    runner = engine._runner
+    runner = engine._runner._runner  # under the one that splits steps
     assert isinstance(runner, ScriptedRunner)
     runner.keep_batches = True
     return runner

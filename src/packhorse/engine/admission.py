@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from packhorse.errors import ContextLengthExceeded, InvalidRequest
 from packhorse.runner.base import Int32
 from packhorse.text.stop import StopStrings
 from packhorse.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Admission:
         """One for n greedy choices, which are identical, else n. Raises InvalidRequest, ContextLengthExceeded."""
         prompt = self._prompt(request)
         params = request.params
+        _check_scheduling(request)
         self._check_token_ids(params)
         if self._tokenizer is None and params.stop:
             raise InvalidRequest("stop needs a tokenizer, and this pack has none: use stop_token_ids.", param="stop")
@@ -64,6 +68,8 @@ class Admission:
                 stop_ids=np.array(sorted(set(stop_ids)), dtype=np.int32),
                 key=stream_key(seed, index),
                 text=self._text_stream(request),
+                priority=request.priority,
+                expected_len=len(prompt) if params.max_tokens is None else end,
             )
             for index in range(1 if params.greedy else params.n)
         ]
@@ -109,3 +115,13 @@ class Admission:
             return None
         decoder = self._tokenizer.stream(params.skip_special_tokens)
         return TextStream(decoder, StopStrings(params.stop, include=params.include_stop_str_in_output))
+
+
+def _check_scheduling(request: Request) -> None:
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {request.priority}: it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
+        )
+    for field, seconds in (("timeout", request.timeout), ("queue_timeout", request.queue_timeout)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise InvalidRequest(f"{field} is {seconds}: it must be a positive number of seconds.", param=field)

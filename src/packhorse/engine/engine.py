@@ -1,7 +1,9 @@
 """The step loop: requests in, outputs out.
 
-submit ─► Admission ─► Scheduler ─► prepare ─► Runner ─► sample ─► Scheduler ─► OutputBuilder ─► RequestOutput
-                          plan      StepBatch   logits    tokens     append
+    submit ─► Admission ─► Scheduler ─► prepare ─► Runner ─► sample ─► Scheduler ─► OutputBuilder ─► RequestOutput
+                              plan      StepBatch   logits    tokens     append
+
+Whatever a step raises, its requests end with that error and the engine goes on.
 """
 
 from __future__ import annotations
@@ -13,28 +15,34 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.config import EngineConfig
+from packhorse.engine.adaptive import adaptive_concurrency
 from packhorse.engine.admission import Admission, Limits
+from packhorse.engine.deadlines import Deadline, Deadlines
 from packhorse.engine.logits_processors import changes_logits, process
 from packhorse.engine.logprobs import token_logprobs
 from packhorse.engine.output_builder import OutputBuilder, RequestState
 from packhorse.engine.outputs import FinishReason, RequestOutput
+from packhorse.engine.policy import make_policy
 from packhorse.engine.request import Request
 from packhorse.engine.sampler import SamplingBatch, sample
 from packhorse.engine.scheduler import Scheduler, StepPlan
 from packhorse.engine.sequence import Sequence
-from packhorse.engine.stats import EngineStats
+from packhorse.engine.stats import EngineCounters, EngineStats
 from packhorse.engine.step import PreparedStep, prepare
-from packhorse.errors import InvalidRequest, PackhorseError, StepError
+from packhorse.errors import DeadlineExceeded, InvalidRequest, OutOfMemory, PackhorseError, StepError
 from packhorse.runner.base import Float32, Int32, Runner
+from packhorse.runner.micro_batch import MicroBatchRunner
 from packhorse.text.tokenizer import Tokenizer
 
 NOT_FINITE = "The model's logits are not finite numbers for this request."
 
 
 class Engine:
-    """Continuous batching of one model. Not thread-safe: one thread calls submit, step and abort.
+    """Batched generation with one model. Not thread-safe: one thread calls submit, step and abort.
 
     clock: seconds, monotonic. context_length: of the model; what is really allowed is `max_model_len`.
+    more_to_come: set by who submits while requests keep coming; batches of the static and dynamic policies then wait to
+    be full. Without it what is there is started.
     """
 
     def __init__(
@@ -54,22 +62,27 @@ class Engine:
             max_model_len=config.max_model_len,
         )
         self.max_model_len = limits.max_len
-        self._runner = runner
+        self.more_to_come = False
+        self._runner = MicroBatchRunner(runner, config.micro_batch)
         self._clock = clock
         self._admission = Admission(limits, tokenizer, eos_token_ids)
         self._scheduler = Scheduler(
+            make_policy(config),
             max_num_seqs=config.max_num_seqs,
             token_budget=config.max_num_batched_tokens,
             max_len=limits.max_len,
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
+            prefix_caching=config.enable_prefix_caching,
+            priority_seconds=config.priority_seconds,
         )
+        self._adaptive = adaptive_concurrency(config, self._scheduler.concurrency_limit)
         self._table = self._scheduler.table
         self._outputs = OutputBuilder(tokenizer, self._table)
         self._states: dict[str, RequestState] = {}
         self._news: dict[str, RequestState] = {}
-        self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
-        self._steps = self._batched_sequences = self._failed_requests = 0
+        self._deadlines = Deadlines()
+        self._counters = EngineCounters()
 
     @property
     def num_unfinished(self) -> int:
@@ -81,10 +94,14 @@ class Engine:
         if request.request_id in self._states:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is under way.", param="request_id")
         sequences = self._admission.sequences(request)
-        self._states[request.request_id] = RequestState(request, sequences, self._clock())
-        self._prompt_tokens += len(request.prompt_token_ids)
+        now = self._clock()
+        self._states[request.request_id] = RequestState(request, sequences, now)
+        self._counters.prompt_tokens += len(request.prompt_token_ids)
         for sequence in sequences:
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, now)
+        for seconds, queued_only in ((request.timeout, False), (request.queue_timeout, True)):
+            if seconds is not None:
+                self._deadlines.add(Deadline(request.request_id, now, queued_only, seconds))
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; what it has goes out with the next step. Unknown ids are ignored."""
@@ -93,35 +110,69 @@ class Engine:
             if not sequence.finished:
                 self._finish(sequence, "abort")
 
+    def fail_all(self, error: Exception) -> None:
+        """End every request with the error; their outputs come with the next step."""
+        self._fail([s for state in self._states.values() for s in state.sequences if not s.finished], error)
+
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that finished in it, and news of streaming ones."""
-        plan = self._scheduler.schedule()
+        begin = self._clock()
+        self._expire(begin)
+        if self._adaptive is not None:
+            self._scheduler.concurrency_limit = self._adaptive.limit
+        plan = self._scheduler.schedule(begin, self.more_to_come)
         if plan is not None:
-            self._note_first_schedule(plan)
-            prepared = prepare(plan, self._table, self._runner.block_size)
+            self._note_first_schedule(plan, begin)
             try:
-                logits = self._runner.run(prepared.batch)
-            except Exception as error:  # whatever a step raises, the engine lives on and its requests say why
+                prepared = prepare(plan, self._table, self._runner.block_size)
+                self._commit(plan, prepared, self._runner.run(prepared.batch))
+            except OutOfMemory as error:
+                self._make_room(error)
+            except Exception as error:
                 self._fail(self._table.running(plan.rows), error)
-            else:
-                self._commit(plan, prepared, logits)
+            if self._adaptive is not None:
+                self._adaptive.step(self._clock() - begin, demand=self._at_limit())
         return self._collect()
 
+    def wake_at(self) -> float:
+        """When to call `step` again although nothing is submitted until then: now, a moment, or infinity."""
+        if self._scheduler.running or self._news:
+            return self._clock()
+        return min(self._scheduler.policy.wake_at(self._scheduler.waiting), self._deadlines.next())
+
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        """A snapshot."""
+        scheduler, counters = self._scheduler, self._counters
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.num_tokens,
+            concurrency_limit=scheduler.concurrency_limit,
             blocks_used=scheduler.pool.num_used,
+            blocks_cached=scheduler.pool.num_cached,
             blocks_total=scheduler.pool.num_blocks,
-            prompt_tokens=self._prompt_tokens,
-            computed_tokens=self._computed_tokens,
-            generated_tokens=self._generated_tokens,
-            steps=self._steps,
-            batched_sequences=self._batched_sequences,
+            prompt_tokens=counters.prompt_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            aborted_tokens=counters.aborted_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            steps=counters.steps,
+            batched_sequences=counters.batched_sequences,
             preemptions=scheduler.num_preemptions,
-            failed_requests=self._failed_requests,
+            finished=dict(counters.finished),
+            queue_time=counters.queue_time.snapshot(),
+            time_to_first_token=counters.time_to_first_token.snapshot(),
+            inter_token_latency=counters.inter_token_latency.snapshot(),
+            request_latency=counters.request_latency.snapshot(),
+            batch_size=counters.batch_size.snapshot(),
         )
+
+    def reset_stats(self) -> None:
+        """Forget everything counted so far (after a warm-up, say)."""
+        self._counters = EngineCounters()
+        scheduler = self._scheduler
+        scheduler.num_preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, rows, queues and requests agree. Cheap enough for every test step."""
@@ -132,9 +183,11 @@ class Engine:
 
     def _commit(self, plan: StepPlan, prepared: PreparedStep, logits: Float32) -> None:
         self._scheduler.commit(plan)
-        self._steps += 1
-        self._batched_sequences += len(plan.rows)
-        self._computed_tokens += plan.total_tokens
+        counters = self._counters
+        counters.steps += 1
+        counters.batched_sequences += len(plan.rows)
+        counters.computed_tokens += plan.total_tokens
+        counters.batch_size.observe(len(plan.rows))
         for row, first, at, count in prepared.prompt_logits:
             self._score_prompt(row, first, logits[at : at + count])
         rows, places = prepared.sampled_rows, prepared.sampled_logits
@@ -173,8 +226,8 @@ class Engine:
         if not growing.all():
             rows, tokens, special, raw = _only(growing, rows, tokens, special, raw)
         self._scheduler.append(rows, tokens)
-        self._generated_tokens += len(rows)
-        self._note_first_token(rows)
+        self._counters.generated_tokens += len(rows)
+        self._note_tokens(rows)
         for i in special:
             self._follow(int(rows[i]), int(tokens[i]), raw.get(i))
         self._finish_ended(rows, tokens)
@@ -262,10 +315,31 @@ class Engine:
         for request_id in dict.fromkeys(s.request_id for s in sequences):
             state = self._states[request_id]
             state.error = failure
-            self._failed_requests += 1
             for sequence in state.sequences:
                 if not sequence.finished:
                     self._finish(sequence, "error")
+
+    def _make_room(self, error: OutOfMemory) -> None:
+        """The step did not fit, not even in halves: it runs again without its least urgent sequence."""
+        if self._scheduler.preempt_last() is None:
+            self._fail(list(self._scheduler.running), error)
+
+    def _expire(self, now: float) -> None:
+        """End requests whose deadline has passed."""
+        for deadline in self._deadlines.passed(now):
+            state = self._states.get(deadline.request_id)
+            # The id may have been used again since.
+            if state is None or state.arrival_time != deadline.arrival or state.finished:
+                continue
+            if deadline.queued_only and state.first_scheduled_time is not None:
+                continue
+            where = "in the queue" if state.first_scheduled_time is None else "running"
+            message = f"The request ran out of its {deadline.seconds:g} s while it was {where}."
+            self._fail([s for s in state.sequences if not s.finished], DeadlineExceeded(message))
+
+    def _at_limit(self) -> bool:
+        scheduler = self._scheduler
+        return bool(len(scheduler.waiting)) and len(scheduler.running) >= scheduler.concurrency_limit
 
     def _collect(self) -> list[RequestOutput]:
         news, self._news = self._news, {}
@@ -274,24 +348,42 @@ class Engine:
         for request_id, state in news.items():
             if state.finished:
                 del self._states[request_id]
+                self._count_finished(state, now)
             if state.finished or state.request.stream:
                 outputs.append(self._outputs.build(state, now))
         return outputs
 
-    def _note_first_schedule(self, plan: StepPlan) -> None:
-        fresh = plan.rows[self._table.num_computed[plan.rows] == 0]
+    def _count_finished(self, state: RequestState, now: float) -> None:
+        counters, reasons = self._counters, [s.finish_reason for s in state.sequences]
+        reason = "error" if state.error is not None else "abort" if "abort" in reasons else reasons[0]
+        counters.finished[str(reason)] += 1
+        counters.request_latency.observe(now - state.arrival_time)
+        if reason in ("error", "abort"):
+            counters.aborted_tokens += sum(len(s.output_ids()) for s in state.sequences)
+
+    def _note_first_schedule(self, plan: StepPlan, now: float) -> None:
+        fresh = plan.rows[self._table.num_tokens[plan.rows] == self._table.prompt_len[plan.rows]]
         for sequence in self._table.running(fresh):
             state = self._states[sequence.request_id]
             if state.first_scheduled_time is None:
-                state.first_scheduled_time = self._clock()
+                state.first_scheduled_time = now
+                self._counters.queue_time.observe(now - state.arrival_time)
 
-    def _note_first_token(self, rows: Int32) -> None:
-        table = self._table
-        fresh = rows[table.num_tokens[rows] == table.prompt_len[rows] + 1]
-        for sequence in table.running(fresh):
+    def _note_tokens(self, rows: Int32) -> None:
+        """Moments of the tokens that `rows` just got."""
+        table, now = self._table, self._clock()
+        first = table.num_tokens[rows] == table.prompt_len[rows] + 1
+        later = rows[~first]
+        if len(later):
+            self._counters.inter_token_latency.observe(now - table.last_token_time[later])
+        table.last_token_time[rows] = now
+        for sequence in table.running(rows[first]):
             state = self._states[sequence.request_id]
             if state.first_token_time is None:
-                state.first_token_time = self._clock()
+                state.first_token_time = now
+                self._counters.time_to_first_token.observe(now - state.arrival_time)
+                if self._adaptive is not None and state.first_scheduled_time is not None:
+                    self._adaptive.first_token(now - state.first_scheduled_time)
 
 
 def _only(

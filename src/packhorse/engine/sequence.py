@@ -25,7 +25,11 @@ class Sequence:
 
     tokens: int32[n], prompt and output, while it is not running. prompt_len, end: tokens of the prompt, and the most
     it may have in all. stop_ids: what ends it, eos included unless ignored. key: of its random numbers. text: only
-    when text is needed while it runs.
+    when text is needed while it runs. priority: 0 is usual, lower goes first. expected_len: tokens it will have at
+    most as far as the request says, for grouping by length.
+
+    Kept by the scheduler: arrival_time (seconds), order (urgency: the smallest first), bucket and waiting (its place
+    in the waiting queue), in_batch (it has a seat in a batch of the policy).
     """
 
     request_id: str
@@ -37,8 +41,16 @@ class Sequence:
     stop_ids: Int32
     key: int
     text: TextStream | None = None
+    priority: int = 0
+    expected_len: int = 0
+    arrival_time: float = 0.0
+    order: tuple[float, int] = (0.0, 0)
+    bucket: int = 0
+    waiting: bool = False
+    in_batch: bool = False
     row: int = NOT_RUNNING
     num_preemptions: int = 0
+    last_token_time: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -22,7 +22,9 @@ class SequenceTable:
 
     token_ids: int32[rows, max_len]. num_tokens, num_computed, num_blocks, end: int32[rows].
     block_table: int32[rows, max_blocks]. stop_ids: int32[rows, DIRECT_STOP_IDS], padded with -1.
-    temperature, top_p, min_p: float32[rows]. top_k: int32[rows]. key: uint64[rows]. prompt_len: int32[rows].
+    temperature, top_p, min_p: float32[rows]. top_k: int32[rows]. key: uint64[rows].
+    last_token_time: float64[rows], seconds. prompt_len: int32[rows].
+    num_published: int32[rows], blocks whose contents were made known; prefix_identity: int64[rows], of the last one.
     plain: bool[rows], whether a row needs nothing but argmax or a filter: no penalty, bias, log-probability or text.
     """
 
@@ -30,11 +32,19 @@ class SequenceTable:
         max_blocks = -(-max_len // block_size)
         self.token_ids: Int32 = np.zeros((rows, max_len), dtype=np.int32)
         self.block_table: Int32 = np.zeros((rows, max_blocks), dtype=np.int32)
-        self.num_tokens, self.num_computed, self.num_blocks, self.end, self.prompt_len, self.top_k = (
-            np.zeros(rows, dtype=np.int32) for _ in range(6)
-        )
+        (
+            self.num_tokens,
+            self.num_computed,
+            self.num_blocks,
+            self.num_published,
+            self.end,
+            self.prompt_len,
+            self.top_k,
+        ) = (np.zeros(rows, dtype=np.int32) for _ in range(7))
+        self.prefix_identity = np.zeros(rows, dtype=np.int64)
         self.temperature, self.top_p, self.min_p = (np.zeros(rows, dtype=np.float32) for _ in range(3))
         self.key = np.zeros(rows, dtype=np.uint64)
+        self.last_token_time = np.zeros(rows, dtype=np.float64)
         self.stop_ids: Int32 = np.full((rows, DIRECT_STOP_IDS), -1, dtype=np.int32)
         self.plain = np.zeros(rows, dtype=np.bool_)
         self.sequences: list[Sequence | None] = [None] * rows
@@ -52,7 +62,7 @@ class SequenceTable:
         count, params = len(sequence.tokens), sequence.params
         self.token_ids[row, :count] = sequence.tokens
         self.num_tokens[row] = count
-        self.num_computed[row] = self.num_blocks[row] = 0
+        self.num_computed[row] = self.num_blocks[row] = self.num_published[row] = 0
         self.end[row], self.prompt_len[row] = sequence.end, sequence.prompt_len
         self.temperature[row], self.top_k[row] = (0, 0) if params.greedy else (params.temperature, params.top_k)
         self.top_p[row], self.min_p[row] = params.top_p, params.min_p
@@ -60,15 +70,23 @@ class SequenceTable:
         self.stop_ids[row] = -1
         direct = sequence.stop_ids[:DIRECT_STOP_IDS]
         self.stop_ids[row, : len(direct)] = direct
+        self.last_token_time[row] = sequence.last_token_time
         self.plain[row] = _is_plain(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Take the row back; the tokens go to the sequence."""
         row = sequence.row
         sequence.tokens = self.token_ids[row, : self.num_tokens[row]].copy()
+        sequence.last_token_time = float(self.last_token_time[row])
         sequence.row = NOT_RUNNING
         self.sequences[row] = None
         self._free.append(row)
+
+    def add_blocks(self, row: int, blocks: Int32) -> None:
+        """Append blocks to the row's."""
+        held = int(self.num_blocks[row])
+        self.block_table[row, held : held + len(blocks)] = blocks
+        self.num_blocks[row] += len(blocks)
 
     def blocks_of(self, row: int) -> Int32:
         """int32[num_blocks]: a view of the row's blocks."""
