@@ -136,9 +136,10 @@ class Engine:
 
     def wake_at(self) -> float:
         """When to call `step` again although nothing is submitted until then: now, a moment, or infinity."""
-        if self._scheduler.running or self._news:
-            return self._clock()
-        return min(self._scheduler.policy.wake_at(self._scheduler.waiting), self._deadlines.next())
+        policy, waiting, now = self._scheduler.policy, self._scheduler.waiting, self._clock()
+        if self._scheduler.running or self._news or policy.next_bucket(waiting, now, self.more_to_come) is not None:
+            return now
+        return min(policy.wake_at(waiting), self._deadlines.next())
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -321,7 +322,7 @@ class Engine:
 
     def _make_room(self, error: OutOfMemory) -> None:
         """The step did not fit, not even in halves: it runs again without its least urgent sequence."""
-        if self._scheduler.preempt_last() is None:
+        if self._scheduler.make_room() is None:
             self._fail(list(self._scheduler.running), error)
 
     def _expire(self, now: float) -> None:

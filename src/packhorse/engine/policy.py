@@ -114,8 +114,12 @@ class BatchPolicy:
             self._members[sequence.bucket] -= 1
 
     def wake_at(self, queue: WaitingQueue) -> float:
-        arrivals = (queue.oldest_arrival(b) for b in range(self.num_buckets) if not self._members[b])
-        return min((arrival + self._max_wait for arrival in arrivals if arrival is not None), default=math.inf)
+        free = (b for b in range(self.num_buckets) if not self._members[b])
+        return min((self._waits_until(b, queue) for b in free), default=math.inf)
+
+    def _waits_until(self, bucket: int, queue: WaitingQueue) -> float:
+        oldest = queue.oldest_arrival(bucket)
+        return math.inf if oldest is None else oldest + self._max_wait
 
     def _may_enter(self, bucket: int, queue: WaitingQueue, now: float, more_to_come: bool) -> bool:
         first = queue.peek(bucket)
@@ -123,9 +127,9 @@ class BatchPolicy:
             self._seats[bucket] = 0  # the batch starts with those who were there
             return False
         if not self._members[bucket]:
-            waited = now - (queue.oldest_arrival(bucket) or now)
-            starts = queue.count(bucket) >= self._batch_size or not more_to_come or waited >= self._max_wait
-            self._seats[bucket] = self._batch_size if starts else 0
+            count = queue.count(bucket)
+            starts = count >= self._batch_size or not more_to_come or now >= self._waits_until(bucket, queue)
+            self._seats[bucket] = min(self._batch_size, count) if starts else 0
         return first.in_batch or self._seats[bucket] > 0
 
 

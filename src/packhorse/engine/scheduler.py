@@ -26,6 +26,9 @@ from packhorse.engine.table import SequenceTable
 from packhorse.engine.waiting import WaitingQueue
 from packhorse.runner.base import Int32
 
+CALM_STEPS = 64
+"""Steps without trouble after which as many may run again as before the memory was short."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -73,6 +76,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._block_size = block_size
         self._rows: Int32 | None = None
+        self._crowd, self._calm_steps = len(self.table.sequences), 0
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Let a sequence wait. now: seconds, its arrival."""
@@ -97,6 +101,9 @@ class Scheduler:
         """The step has run: its tokens' keys and values are in the cache."""
         table = self.table
         table.num_computed[plan.rows] += plan.num_tokens
+        self._calm_steps += 1
+        if self._calm_steps == CALM_STEPS:
+            self._crowd = len(table.sequences)
         if self._prefix_caching:
             full = table.num_computed[plan.rows] // self._block_size > table.num_published[plan.rows]
             for row in plan.rows[full].tolist():
@@ -117,6 +124,15 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(sequence)
+        return sequence
+
+    def make_room(self) -> Sequence | None:
+        """Memory is short: preempt, and let no more run at once than are left until CALM_STEPS have gone well.
+
+        Else who was sent back would enter the next step, which would be too large again, and so on for ever.
+        """
+        sequence = self.preempt_last()
+        self._crowd, self._calm_steps = max(1, len(self.running)), 0
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
@@ -196,7 +212,8 @@ class Scheduler:
         new_rows: list[int] = []
         new_counts: list[int] = []
         spare = self._spare_blocks() if left and len(self.waiting) else 0
-        while left and self.table.num_free_rows and len(self.running) < self.concurrency_limit:
+        limit = min(self.concurrency_limit, self._crowd)
+        while left and self.table.num_free_rows and len(self.running) < limit:
             bucket = self.policy.next_bucket(self.waiting, now, more_to_come)
             sequence = self.waiting.peek(bucket) if bucket is not None else None
             if sequence is None:
