@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from packhorse.config import EngineConfig
+from packhorse.engine.block_pool import ROOT
 from packhorse.engine.engine import Engine
 from packhorse.engine.outputs import CompletionOutput, RequestOutput
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import SamplingParams
 from packhorse.errors import ContextLengthExceeded
 from packhorse.text.tokenizer import Tokenizer
+from tests.support.engines import runner_of
 from tests.support.scripted import FakeClock, ScriptedRunner, hashed
 from tests.support.tokenizers import small_tokenizer
 
@@ -217,3 +219,17 @@ def assert_grew(old: CompletionOutput, new: CompletionOutput) -> None:
     assert (new.logprobs or [])[: len(old.logprobs or [])] == (old.logprobs or [])
     if old.finish_reason is not None:
         assert old == new
+
+
+def assert_known_blocks_hold_their_tokens(engine: Engine) -> None:
+    """What the prefix cache would serve is in the cache's memory, at the right positions."""
+    pool, runner = engine._scheduler.pool, runner_of(engine)
+    size = runner.block_size
+    held = runner._cache.reshape(-1, size), runner._positions.reshape(-1, size)
+    depths = {ROOT: 0}
+    for block, (parent, tokens) in sorted(pool._key_of.items(), key=lambda entry: pool._identity[entry[0]]):
+        assert held[0][block].tolist() == np.frombuffer(tokens, dtype=np.int32).tolist()
+        begin = depths.get(parent)
+        if begin is not None:  # its parent may be gone
+            assert held[1][block].tolist() == list(range(begin, begin + size))
+            depths[pool._identity[block]] = begin + size

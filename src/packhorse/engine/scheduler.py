@@ -245,8 +245,9 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         self.policy.entered(sequence)
         row, computed = sequence.row, len(known) * self._block_size
-        self.prefix_queries += len(sequence.tokens)
-        self.prefix_hits += computed
+        if self._looks_up(sequence):
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += computed
         if known:
             self.pool.share(known)
             self.table.add_blocks(row, np.array(known, dtype=np.int32))
@@ -260,9 +261,10 @@ class Scheduler:
 
     def _known_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks whose contents need not be computed: of all but the last token, whose logits are wanted."""
-        if not self._prefix_caching or sequence.wants_prompt_logprobs:
-            return []
-        return self.pool.find(sequence.tokens[:-1], self._block_size)
+        return self.pool.find(sequence.tokens[:-1], self._block_size) if self._looks_up(sequence) else []
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        return self._prefix_caching and not sequence.wants_prompt_logprobs
 
     def _publish(self, row: int) -> None:
         """Make the row's newly full blocks known."""
