@@ -118,10 +118,11 @@ class Admission:
 
 
 def _check_scheduling(request: Request) -> None:
-    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise InvalidRequest(
-            f"priority is {request.priority}: it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}.", param="priority"
-        )
+    priority: object = request.priority
+    if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        bounds = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidRequest(f"priority is {priority!r}: it must be a whole number {bounds}.", param="priority")
     for field, seconds in (("timeout", request.timeout), ("queue_timeout", request.queue_timeout)):
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise InvalidRequest(f"{field} is {seconds}: it must be a positive number of seconds.", param=field)
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and 0 < seconds < math.inf):
+            raise InvalidRequest(f"{field} is {seconds!r}: it must be a positive number of seconds.", param=field)

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """queued_only: it does not matter any more once the request has run. seconds: as the request gave it."""
+    """queued_only: it does not matter any more once the request has run. seconds: as the request gave it.
+
+    number: of the request; its id may be used again before the moment comes.
+    """
 
     request_id: str
+    number: int
     arrival: float
     queued_only: bool
     seconds: float

@@ -8,6 +8,7 @@ Whatever a step raises, its requests end with that error and the engine goes on.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -81,6 +82,7 @@ class Engine:
         self._outputs = OutputBuilder(tokenizer, self._table)
         self._states: dict[str, RequestState] = {}
         self._news: dict[str, RequestState] = {}
+        self._numbers = itertools.count()
         self._deadlines = Deadlines()
         self._counters = EngineCounters()
 
@@ -95,13 +97,14 @@ class Engine:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is under way.", param="request_id")
         sequences = self._admission.sequences(request)
         now = self._clock()
-        self._states[request.request_id] = RequestState(request, sequences, now)
+        state = RequestState(request, sequences, now, number=next(self._numbers))
+        self._states[request.request_id] = state
         self._counters.prompt_tokens += len(request.prompt_token_ids)
         for sequence in sequences:
             self._scheduler.add(sequence, now)
         for seconds, queued_only in ((request.timeout, False), (request.queue_timeout, True)):
             if seconds is not None:
-                self._deadlines.add(Deadline(request.request_id, now, queued_only, seconds))
+                self._deadlines.add(Deadline(request.request_id, state.number, now, queued_only, seconds))
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; what it has goes out with the next step. Unknown ids are ignored."""
@@ -329,8 +332,7 @@ class Engine:
         """End requests whose deadline has passed."""
         for deadline in self._deadlines.passed(now):
             state = self._states.get(deadline.request_id)
-            # The id may have been used again since.
-            if state is None or state.arrival_time != deadline.arrival or state.finished:
+            if state is None or state.number != deadline.number or state.finished:
                 continue
             if deadline.queued_only and state.first_scheduled_time is not None:
                 continue

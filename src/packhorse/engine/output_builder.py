@@ -16,11 +16,15 @@ from packhorse.text.tokenizer import Tokenizer
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """A request under way: its sequences (one for n greedy choices, else n), moments and error."""
+    """A request under way: its sequences (one for n greedy choices, else n), moments and error.
+
+    number: of its arrival, never given again, unlike its id.
+    """
 
     request: Request
     sequences: list[Sequence]
     arrival_time: float
+    number: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     error: PackhorseError | None = None
