@@ -46,6 +46,7 @@ def test_what_a_member_raised_is_raised_and_the_crew_works_on(guilty: int) -> No
 def test_an_interrupt_is_raised_after_the_members_have_ended() -> None:
     crew = Crew(2)
     interrupted, ended = threading.Event(), threading.Event()
+    main = threading.get_ident()
 
     def interrupt(*_: object) -> None:
         interrupted.set()
@@ -53,7 +54,7 @@ def test_an_interrupt_is_raised_after_the_members_have_ended() -> None:
 
     def share(member: int) -> None:
         if member == 1:
-            signal.raise_signal(signal.SIGINT)  # handled by the main thread, which waits for this one
+            signal.pthread_kill(main, signal.SIGINT)  # which waits for this thread
             interrupted.wait(5)
             ended.set()
 
