@@ -98,7 +98,7 @@ def test_without_a_stream_of_others_a_low_request_runs_at_once() -> None:
 @pytest.mark.parametrize("priority", [-101, 101, 10**30, 1.5, "high", None, float("nan"), True, [0]], ids=str)
 def test_a_bad_priority_is_refused_by_name(priority: Any) -> None:
     engine = scripted_engine()
-    with pytest.raises(InvalidRequest, match="priority is .*: it must be a whole number from -100 to 100") as refusal:
+    with pytest.raises(InvalidRequest, match=r"priority is .*: it must be a whole number from -100 to 100") as refusal:
         submit(engine, "a", priority)
     assert refusal.value.param == "priority"
     assert engine.num_unfinished == 0
