@@ -16,47 +16,83 @@ CONFIG_FILE = "packhorse.toml"
 class EngineConfig(BaseModel):
     """How one model is run. A bad value raises ConfigError that names the setting.
 
-    max_num_seqs: sequences decoded at once. max_num_batched_tokens: tokens of one step, prefill chunks included.
-    max_model_len: tokens a sequence may have, prompt and output; default the model's context length.
-    block_size: tokens a cache block holds. num_blocks: blocks of the cache; default what memory_utilization of the
-    memory that is really free gives, at most what max_num_seqs sequences of full length need.
-    threads: default what the process may use (affinity and cgroup quota).
-    escape_control_tokens: control tokens typed in a chat message stay text.
-
-    policy: continuous (every sequence comes and goes by itself), dynamic (batches of similar length, started when full
-    or when the oldest has waited max_wait_ms) or static (batches of batch_size). batch_size: of those two.
-    length_buckets: upper lengths, prompt and output, of dynamic's buckets; default learnt from what comes.
-    micro_batch: passes that a step is split into, to save activation memory. enable_prefix_caching: beginnings that
-    were computed before are not computed again. target_ttft_ms, target_itl_ms: how long a request's first token may
-    take from its first step on, and the next ones from token to token; concurrency falls while they are missed.
-    priority_seconds: waiting this long makes up for one step of priority. warmup_requests: run before the first real
-    one, outside all statistics. kv_dtype, precision: fp32 so far. model_path: the model when none is named.
+    The descriptions below are what `packhorse run --help` and docs/settings.md say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 64
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 20)] = 512
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    block_size: Annotated[int, Field(ge=1, le=256)] = 16
-    num_blocks: Annotated[int, Field(ge=1)] | None = None
-    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.75
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    escape_control_tokens: bool = True
-    policy: Literal["continuous", "dynamic", "static"] = "continuous"
-    batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
-    max_wait_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
-    length_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    micro_batch: Annotated[int, Field(ge=1, le=1024)] = 1
-    enable_prefix_caching: bool = True
-    target_ttft_ms: Annotated[float, Field(gt=0)] | None = None
-    target_itl_ms: Annotated[float, Field(gt=0)] | None = None
-    priority_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    warmup_requests: Annotated[int, Field(ge=0, le=4096)] = 0
-    kv_dtype: Literal["fp32"] = "fp32"
-    precision: Literal["fp32"] = "fp32"
-    use_triton: bool = False
-    model_path: str | None = None
+    model_path: str | None = Field(None, description="The model where none is named: a pack, or what is made into one.")
+    policy: Literal["continuous", "dynamic", "static"] = Field(
+        "continuous",
+        description="continuous: every sequence comes and goes by itself. dynamic: batches of similar length, started "
+        "when full or when the oldest has waited max_wait_ms. static: full batches, one after the other.",
+    )
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Sequences decoded at once.")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, le=1 << 20, description="Tokens of one step, chunks of prompts included."
+    )
+    batch_size: int = Field(16, ge=1, le=4096, description="static, dynamic: sequences of a batch.")
+    max_wait_ms: float = Field(
+        50.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="dynamic: milliseconds the oldest waits for its batch to fill while more requests come.",
+    )
+    length_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None,
+        description="dynamic: upper lengths in tokens, prompt and output, of the groups but the last. Default: learnt "
+        "from what comes; `packhorse lengths` proposes them for a file.",
+    )
+    micro_batch: int = Field(
+        1, ge=1, le=1024, description="Passes that a step is split into: less memory, the same results."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Beginnings that were computed before are not computed again; results stay the same."
+    )
+    target_ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Milliseconds from a request's first step to its first token; while it takes longer, fewer "
+        "sequences run at once. Default: no target.",
+    )
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Milliseconds from one token of a sequence to the next; while it takes longer, fewer sequences run "
+        "at once. Default: no target.",
+    )
+    max_decode_stall: float | None = Field(
+        None,
+        gt=1,
+        allow_inf_nan=False,
+        description="How many times its usual duration a step may take because it also computes prompts: 2 keeps "
+        "streams smooth while long prompts come. Default: prompts take what max_num_batched_tokens allows.",
+    )
+    priority_seconds: float = Field(
+        10.0, gt=0, allow_inf_nan=False, description="Waiting this long makes up for one step of priority."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Tokens a sequence may have, prompt and output. Default: the model's context length."
+    )
+    block_size: int = Field(16, ge=16, le=256, description="Tokens a cache block holds, a multiple of 16.")
+    num_blocks: int | None = Field(
+        None, ge=1, description="Blocks of the cache. Default: by free memory, see memory_utilization."
+    )
+    memory_utilization: float = Field(
+        0.75, gt=0, le=1, description="Share of the memory that is really free to use for weights and cache."
+    )
+    kv_dtype: Literal["fp32"] = Field("fp32", description="Numbers in the cache; there is only fp32 so far.")
+    precision: Literal["fp32"] = Field(
+        "fp32", description="Numbers the model computes with; there is only fp32 so far."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="Threads to compute with. Default: the processors this process may use."
+    )
+    warmup_requests: int = Field(
+        0, ge=0, le=4096, description="Requests run before the first real one, outside all statistics."
+    )
+    escape_control_tokens: bool = Field(True, description="Control tokens typed in a chat message stay text.")
+    use_triton: bool = Field(False, description="Serve through Triton: not there yet.")
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -66,9 +102,9 @@ class EngineConfig(BaseModel):
 
     @field_validator("block_size")
     @classmethod
-    def _power_of_two(cls, block_size: int) -> int:
-        if block_size & (block_size - 1):
-            raise ValueError("it must be a power of two, such as 16")
+    def _whole_vectors(cls, block_size: int) -> int:
+        if block_size % 16:
+            raise ValueError("it must be a multiple of 16, which is what attention reads at once")
         return block_size
 
     @field_validator("use_triton")
@@ -77,6 +113,12 @@ class EngineConfig(BaseModel):
         if use_triton:
             raise ValueError("serving through Triton is not there yet; leave it out")
         return use_triton
+
+    @field_validator("length_buckets", mode="before")
+    @classmethod
+    def _split(cls, edges: Any) -> Any:
+        """The command line gives them as one text."""
+        return [edge.strip() for edge in edges.split(",")] if isinstance(edges, str) else edges
 
     @field_validator("length_buckets")
     @classmethod
@@ -117,6 +159,8 @@ def _refusal(error: ValidationError) -> ConfigError:
         known = ", ".join(EngineConfig.model_fields)
         return ConfigError(f"{setting} is not a setting. Settings: {known}.", param=setting)
     reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "literal_error":
+        reason = f"it must be {first['ctx']['expected']}"
     if setting is None:
-        return ConfigError(f"{reason}.")
+        return ConfigError(f"{reason}.", param=reason.split(" ", 1)[0])
     return ConfigError(f"{setting} is {first['input']!r}: {reason}.", param=setting)

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from packhorse.config import EngineConfig
 from packhorse.engine.engine import Engine
-from packhorse.engine.sequence import blocks_for
-from packhorse.errors import ConfigError
-from packhorse.machine import available_memory, usable_cpus
+from packhorse.engine.request import Request
+from packhorse.engine.sampling_params import SamplingParams
+from packhorse.machine import usable_cpus
+from packhorse.memory_budget import largest_step, num_blocks_after
 from packhorse.pack.manifest import Manifest, load_manifest
 from packhorse.runner.onnx_runner import OnnxRunner
 from packhorse.text.tokenizer import Tokenizer
@@ -39,12 +42,7 @@ def load_model(model: str | Path, config: EngineConfig, progress: Progress | Non
     tokenizer = None
     if manifest.tokenizer is not None:
         tokenizer = Tokenizer.from_pack(folder, manifest, escape_control_tokens=config.escape_control_tokens)
-    runner = OnnxRunner(
-        folder,
-        num_blocks=config.num_blocks or default_num_blocks(manifest, config),
-        block_size=config.block_size,
-        threads=config.threads or usable_cpus(),
-    )
+    runner = _make_runner(folder, manifest, config)
     engine = Engine(
         runner,
         config,
@@ -52,6 +50,8 @@ def load_model(model: str | Path, config: EngineConfig, progress: Progress | Non
         eos_token_ids=manifest.eos_token_ids,
         context_length=manifest.context_length,
     )
+    if config.warmup_requests:
+        warm_up(engine, config.warmup_requests)
     return LoadedModel(folder, manifest, tokenizer, engine)
 
 
@@ -64,22 +64,29 @@ def pack_folder(model: str | Path, progress: Progress | None = None) -> Path:
     return convert_cached(str(model), progress=progress)
 
 
-def default_num_blocks(manifest: Manifest, config: EngineConfig) -> int:
-    """Blocks that `memory_utilization` of the free memory holds beside the weights, and no more than can be used.
+def warm_up(engine: Engine, count: int) -> None:
+    """Run `count` requests of usual lengths, so that the first real one meets warm code; outside all statistics.
 
-    Raises ConfigError, with the sizes, when not even one block fits.
+    Prompts of 8 to 512 tokens (at most half of what fits), 8 output tokens each, together as far as the engine allows.
     """
-    max_len = min(config.max_model_len or manifest.context_length, manifest.context_length)
-    usable = config.max_num_seqs * int(blocks_for(max_len, config.block_size))
-    weights = sum(record.bytes for record in manifest.files)
-    free = available_memory()
-    block = manifest.kv_bytes_per_token() * config.block_size
-    affordable = (int(free * config.memory_utilization) - weights) // block
-    if affordable < 1:
-        raise ConfigError(
-            f"The cache does not fit: {free / 2**30:.2f} GiB are free, memory_utilization {config.memory_utilization} "
-            f"of that less {weights / 2**30:.2f} GiB of weights leaves no block of {block / 2**20:.2f} MiB. "
-            "Free memory, raise memory_utilization, or set num_blocks.",
-            param="memory_utilization",
-        )
-    return min(usable, affordable)
+    rng = np.random.default_rng(0)
+    longest = max(1, min(512, engine.max_model_len // 2))
+    for number in range(count):
+        length = int(rng.integers(min(8, longest), longest + 1))
+        prompt = rng.integers(0, engine.vocab_size, length)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        engine.submit(Request(f"warm-up {number}", prompt.tolist(), params))
+    while engine.num_unfinished:
+        engine.step()
+    engine.forget()
+
+
+def _make_runner(folder: Path, manifest: Manifest, config: EngineConfig) -> OnnxRunner:
+    threads = config.threads or usable_cpus()
+    if config.num_blocks is not None:
+        return OnnxRunner(folder, num_blocks=config.num_blocks, block_size=config.block_size, threads=threads)
+    step = largest_step(manifest, config)
+    blocks = step.block_table.shape[1]
+    runner = OnnxRunner(folder, num_blocks=blocks, block_size=config.block_size, threads=threads)
+    runner.resize_cache(num_blocks_after(runner, step, manifest, config))
+    return runner

@@ -116,6 +116,11 @@ class BlockPool:
             self.owners[block] += 1
             self._evictable.pop(block, None)
 
+    def forget(self) -> None:
+        """Nothing that nobody owns is known any more."""
+        while self._evictable:
+            self._evict()
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is in exactly one place and everything known can be found."""
         stacked = set(self._stack[: self._stacked].tolist())

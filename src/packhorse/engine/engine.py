@@ -23,6 +23,7 @@ from packhorse.engine.logits_processors import changes_logits, process
 from packhorse.engine.logprobs import token_logprobs
 from packhorse.engine.output_builder import OutputBuilder, RequestState
 from packhorse.engine.outputs import FinishReason, RequestOutput
+from packhorse.engine.pacing import PrefillPacer
 from packhorse.engine.policy import make_policy
 from packhorse.engine.request import Request
 from packhorse.engine.sampler import SamplingBatch, sample
@@ -63,6 +64,7 @@ class Engine:
             max_model_len=config.max_model_len,
         )
         self.max_model_len = limits.max_len
+        self.vocab_size = runner.vocab_size
         self.more_to_come = False
         self._runner = MicroBatchRunner(runner, config.micro_batch)
         self._clock = clock
@@ -78,6 +80,7 @@ class Engine:
             priority_seconds=config.priority_seconds,
         )
         self._adaptive = adaptive_concurrency(config, self._scheduler.concurrency_limit)
+        self._pacer = PrefillPacer(config.max_decode_stall) if config.max_decode_stall is not None else None
         self._table = self._scheduler.table
         self._outputs = OutputBuilder(tokenizer, self._table)
         self._states: dict[str, RequestState] = {}
@@ -123,6 +126,8 @@ class Engine:
         self._expire(begin)
         if self._adaptive is not None:
             self._scheduler.concurrency_limit = self._adaptive.limit
+        if self._pacer is not None:
+            self._scheduler.prefill_allowance = self._pacer.allowance()
         plan = self._scheduler.schedule(begin, self.more_to_come)
         if plan is not None:
             self._note_first_schedule(plan, begin)
@@ -133,8 +138,7 @@ class Engine:
                 self._make_room(error)
             except Exception as error:
                 self._fail(self._table.running(plan.rows), error)
-            if self._adaptive is not None:
-                self._adaptive.step(self._clock() - begin, demand=self._at_limit())
+            self._note_duration(plan, self._clock() - begin)
         return self._collect()
 
     def wake_at(self) -> float:
@@ -172,8 +176,9 @@ class Engine:
             batch_size=counters.batch_size.snapshot(),
         )
 
-    def reset_stats(self) -> None:
-        """Forget everything counted so far (after a warm-up, say)."""
+    def forget(self) -> None:
+        """Empty the prefix cache and the statistics (after a warm-up, say). Nothing may be under way."""
+        self._scheduler.pool.forget()
         self._counters = EngineCounters()
         scheduler = self._scheduler
         scheduler.num_preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
@@ -339,6 +344,14 @@ class Engine:
             where = "in the queue" if state.first_scheduled_time is None else "running"
             message = f"The request ran out of its {deadline.seconds:g} s while it was {where}."
             self._fail([s for s in state.sequences if not s.finished], DeadlineExceeded(message))
+
+    def _note_duration(self, plan: StepPlan, seconds: float) -> None:
+        """Tell who adjusts to them how long the step took."""
+        if self._adaptive is not None:
+            self._adaptive.step(seconds, demand=self._at_limit())
+        if self._pacer is not None:
+            decoding = int(np.count_nonzero(plan.num_tokens == 1))
+            self._pacer.step(seconds, decode_tokens=decoding, prefill_tokens=plan.total_tokens - decoding)
 
     def _at_limit(self) -> bool:
         scheduler = self._scheduler

@@ -46,7 +46,8 @@ class Scheduler:
     """Three verbs: schedule, preempt (inside it), commit. Owns the waiting queue, the running list and the blocks.
 
     priority_seconds: how much later a request may have arrived and still go before one of the next lower priority.
-    concurrency_limit: sequences that may run at once; the adaptive rate lowers it.
+    concurrency_limit: sequences that may run at once; the adaptive rate lowers it. prefill_allowance: prefill tokens
+    that a step may carry beside decoding sequences; the pacer sets it, None leaves it to the token budget.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy.num_buckets)
         self.running: list[Sequence] = []
         self.concurrency_limit = len(self.table.sequences)
+        self.prefill_allowance: int | None = None
         self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0
         self._prefix_caching = prefix_caching
@@ -175,9 +177,14 @@ class Scheduler:
         prefilling = wanted > 1
         if not prefilling.any():
             return wanted
-        left = self._token_budget - int(np.count_nonzero(~prefilling))
+        left = self._prefill_budget(int(np.count_nonzero(~prefilling)))
         ahead = np.cumsum(wanted * prefilling) - wanted
         return np.where(prefilling, np.clip(left - ahead, 0, wanted), 1).astype(np.int32)
+
+    def _prefill_budget(self, decoding: int) -> int:
+        """Tokens of this step that are left for prefills beside `decoding` sequences."""
+        left = self._token_budget - decoding
+        return left if self.prefill_allowance is None or not decoding else min(left, self.prefill_allowance)
 
     def _secure_blocks(self, rows: Int32, counts: Int32) -> tuple[Int32, Int32, bool]:
         """Give the rows the blocks that their tokens need; where there are too few, the least urgent go back."""
@@ -208,7 +215,8 @@ class Scheduler:
 
     def _admit(self, rows: Int32, counts: Int32, now: float, more_to_come: bool) -> tuple[Int32, Int32]:
         """Let waiting sequences in while policy, rows, token budget and blocks allow."""
-        left = self._token_budget - int(counts.sum())
+        decoding = int(np.count_nonzero(self.table.num_tokens[rows] - self.table.num_computed[rows] == 1))
+        left = self._prefill_budget(decoding) - (int(counts.sum()) - decoding)
         new_rows: list[int] = []
         new_counts: list[int] = []
         spare = self._spare_blocks() if left and len(self.waiting) else 0

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from packhorse.errors import PackError, StepError
+from packhorse.errors import OutOfMemory, PackError, StepError
 from packhorse.machine import usable_cpus
 from packhorse.pack.manifest import AttentionSpec, Manifest, load_manifest
 from packhorse.runner.attention import AttentionWork, PagedAttention, plan_attention
@@ -44,6 +44,7 @@ class _Layer:
 class _BoundStep:
     """Everything a step of T tokens and R rows needs, tied to the buffers."""
 
+    tokens: int
     inputs: dict[str, Any]
     bindings: list[Any]
     layers: list[_Layer]
@@ -87,11 +88,14 @@ class OnnxRunner:
     def run(self, batch: StepBatch) -> Float32:
         """Store the step's keys and values, and return logits: float32[R, V], valid until the next call.
 
-        Raises StepError when a segment fails, out of memory included; the cache then holds part of the step, and the
-        same step may be run again.
+        Raises OutOfMemory when the step needs more memory than there is, StepError when a segment fails otherwise; the
+        cache then holds part of the step, and the same step may be run again.
         """
         _check(batch, self.num_blocks * self.block_size)
-        step = self._step(len(batch.ids), len(batch.rows))
+        try:
+            step = self._step(len(batch.ids), len(batch.rows))
+        except MemoryError as error:
+            raise OutOfMemory(f"There is no memory for the values of a step of {len(batch.ids)} tokens.") from error
         for name, array in step.inputs.items():
             array[:] = getattr(batch, name)
         batch = _packed(batch)
@@ -105,6 +109,10 @@ class OnnxRunner:
             self._run_segment(len(step.layers), step)
         return step.logits
 
+    def resize_cache(self, num_blocks: int) -> None:
+        """Replace the cache by an empty one of `num_blocks` blocks."""
+        self._cache = KVCache(self.manifest.attention, num_blocks, self.block_size)
+
     def close(self) -> None:
         """End the runner's threads; it cannot run again. Happens by itself when nothing refers to the runner."""
         self._crew.close()
@@ -114,8 +122,8 @@ class OnnxRunner:
             # The session under onnxruntime's Python wrapper: the wrapper adds checks and 3 µs to each of the calls.
             self._sessions[index].run_with_iobinding(step.bindings[index], None)
         except Exception as error:  # onnxruntime's own exceptions share no base but this
-            name = self.manifest.segments[index].file
-            raise StepError(f"segment {name} failed on {len(step.inputs['ids'])} tokens: {error}") from error
+            message = f"segment {self.manifest.segments[index].file} failed on {step.tokens} tokens: {error}"
+            raise (OutOfMemory if _is_out_of_memory(error) else StepError)(message) from error
 
     def _step(self, tokens: int, rows: int) -> _BoundStep:
         """The bound step for this shape, from the kept ones if it is there."""
@@ -153,7 +161,7 @@ class OnnxRunner:
             name: view(name) for name in ("ids", "positions", "rows") if name in self._buffers.places
         }
         logits = view(self.manifest.segments[-1].outputs[0].name).reshape(rows, self.vocab_size)
-        return _BoundStep(inputs, bindings, layers, logits)
+        return _BoundStep(tokens, inputs, bindings, layers, logits)
 
 
 class _Plans:
@@ -169,6 +177,13 @@ class _Plans:
         if key not in self._plans:
             self._plans[key] = plan_attention(self._batch, spec, self._threads)
         return self._plans[key]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """onnxruntime tells it only in words: its arena's, or those of the C++ library."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("Failed to allocate memory", "bad_alloc", "bad allocation")
+    )
 
 
 _CPU = ort.capi.onnxruntime_pybind11_state.OrtDevice(0, 0, 0)

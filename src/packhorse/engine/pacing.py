@@ -1,0 +1,41 @@
+"""How many prefill tokens a step may carry without holding up the sequences that decode in it."""
+
+from __future__ import annotations
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the running averages."""
+
+LEAST_TOKENS = 16
+"""A prefill always gets that many, so that it ends."""
+
+
+class PrefillPacer:
+    """Keeps a step that carries prefill under `max_stall` times the step without it.
+
+    Learns two times as it goes: of a step that only decodes, and of one prefill token more. Both are averages that
+    forget, because the first grows with the number of sequences and both with the length of contexts.
+    """
+
+    def __init__(self, max_stall: float) -> None:
+        self._room = max_stall - 1
+        self._decode: float | None = None
+        self._token: float | None = None
+
+    def allowance(self) -> int:
+        """Prefill tokens for the next step, if sequences decode in it."""
+        if self._decode is None or self._token is None:
+            return LEAST_TOKENS
+        return max(LEAST_TOKENS, int(self._room * self._decode / self._token))
+
+    def step(self, seconds: float, *, decode_tokens: int, prefill_tokens: int) -> None:
+        """A step took `seconds` for so many tokens of either kind."""
+        if not decode_tokens:
+            return
+        if not prefill_tokens:
+            self._decode = _average(self._decode, seconds)
+        elif self._decode is not None:
+            self._token = _average(self._token, max(seconds - self._decode, 1e-6) / prefill_tokens)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else (1 - SMOOTHING) * old + SMOOTHING * new
