@@ -198,7 +198,10 @@ class Stress:
         self.engine.check_integrity()
         assert_known_blocks_hold_their_tokens(self.engine)
         after = self.engine.stats()
-        assert oldest is None or oldest.finished or oldest in scheduler.running, "the oldest sequence was preempted"
+        if oldest is not None and not oldest.finished and oldest not in scheduler.running:
+            # A more urgent one entered in the step that then was too large.
+            assert self.raised > raised, "the most urgent sequence was preempted"
+            assert scheduler.running[0].order < oldest.order, "the most urgent sequence was preempted"
         moved = after.computed_tokens > before.computed_tokens or bool(outputs) or self.raised > raised
         assert moved or not (before.num_running or before.num_waiting) or self._may_hold_back(), "work waits"
         assert moved or not due, "it was called for nothing"
