@@ -173,6 +173,29 @@ def test_several_prompts_are_several_requests_with_ids_of_our_own() -> None:
     assert [r.prompt for r in made] == ["Hello", None]
 
 
+def test_priority_and_timeout_reach_the_engine() -> None:
+    for request in (chat(priority=-3, timeout=2.5), completion(priority=-3, timeout=2.5)):
+        [made] = engine_requests(request, tokenize(request, small_tokenizer()), "r")
+        assert (made.priority, made.timeout) == (-3, 2.5)
+        assert request.unknown_fields == ()
+    for request in (completion(), completion(priority=None, timeout=None)):
+        [made] = engine_requests(request, tokenize(request, small_tokenizer()), "r")
+        assert (made.priority, made.timeout) == (0, None)
+    assert completion(timeout=3).timeout == 3.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("priority", value) for value in ("high", 1.5, True, [1])]
+    + [("timeout", value) for value in ("5", 0, -1, float("inf"), float("nan"), True, {})],
+)
+def test_a_bad_priority_or_timeout_is_named(field: str, value: Any) -> None:
+    for endpoint, body in (("chat", {"messages": USER}), ("completions", {"prompt": "a"})):
+        error = refusal(endpoint, body | {field: value})
+        assert error.param == field
+        assert error.message.startswith(f"{field} must be")
+
+
 def test_choices_of_one_body_are_bounded() -> None:
     assert refusal("completions", {"prompt": ["a"] * 3000}).param == "prompt"
     assert refusal("completions", {"prompt": ["a"] * 100, "n": 100}).param == "n"

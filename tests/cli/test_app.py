@@ -59,11 +59,11 @@ def run(bench: Bench, *options: str, input: str | None = None, model: str = "m")
 def test_help_is_quick_and_loads_nothing_heavy() -> None:
     finished = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
     assert finished.stdout.endswith("set()\n")
-    for verb in ("run", "convert", "inspect", "version"):
+    for verb in ("run", "lengths", "convert", "inspect", "version"):
         assert f" {verb} " in finished.stdout
 
 
-@pytest.mark.parametrize("verb", ["run", "convert", "inspect", "version"])
+@pytest.mark.parametrize("verb", ["run", "lengths", "convert", "inspect", "version"])
 def test_every_verb_explains_itself(verb: str) -> None:
     assert CliRunner().invoke(app, [verb, "--help"]).exit_code == 0
 
@@ -71,22 +71,87 @@ def test_every_verb_explains_itself(verb: str) -> None:
 def test_every_setting_of_the_engine_is_an_option_of_the_same_name(bench: Bench, scripted: list[EngineConfig]) -> None:
     bench.write(prompt("a"))
     given = {
+        "model_path": "m",
+        "policy": "dynamic",
         "max_num_seqs": 3,
         "max_num_batched_tokens": 99,
+        "batch_size": 2,
+        "max_wait_ms": 7.5,
+        "length_buckets": (64, 256, 1024),
+        "micro_batch": 2,
+        "enable_prefix_caching": False,
+        "target_ttft_ms": 900.0,
+        "target_itl_ms": 90.0,
+        "max_decode_stall": 2.0,
+        "priority_seconds": 3.0,
         "max_model_len": 77,
-        "block_size": 8,
+        "block_size": 32,
         "num_blocks": 55,
         "memory_utilization": 0.5,
+        "kv_dtype": "fp32",
+        "precision": "fp32",
         "threads": 1,
+        "warmup_requests": 4,
         "escape_control_tokens": False,
+        "use_triton": False,
     }
     assert set(given) == set(EngineConfig.model_fields)
-    options: list[str] = ["--no-escape-control-tokens"]
+    options: list[str] = []
     for name, value in given.items():
-        if not isinstance(value, bool):
-            options += [f"--{name.replace('_', '-')}", str(value)]
-    assert run(bench, *options).exit_code == 0
+        option = name.replace("_", "-")
+        if value is False:
+            options.append(f"--no-{option}")
+        elif isinstance(value, tuple):
+            options += [f"--{option}", ",".join(map(str, value))]
+        else:
+            options += [f"--{option}", str(value)]
+    arguments = ["run", str(bench.input), "-o", str(bench.output), *options]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
     assert scripted[0].model_dump() == given
+
+
+def test_help_of_run_says_what_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = CliRunner().invoke(app, ["run", "--help"]).output
+    for name, field in EngineConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert name == "model_path" or str(field.description) in shown
+    assert "continuous|dynamic|static" in shown
+
+
+def test_settings_come_from_the_file_and_the_command_line_stands_over_it(
+    bench: Bench, scripted: list[EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bench.input.parent)
+    bench.write(prompt("a"))
+    lines = ('model_path = "m"', 'policy = "static"', "length_buckets = [64, 256]", "enable_prefix_caching = false")
+    Path("packhorse.toml").write_text("\n".join(lines), "utf-8")
+    arguments = ["run", str(bench.input), "-o", str(bench.output), "--enable-prefix-caching"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    [found] = scripted
+    assert (found.model_path, found.policy, found.length_buckets) == ("m", "static", (64, 256))
+    assert found.enable_prefix_caching
+
+
+def test_without_a_model_anywhere_it_is_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bench.input.parent)
+    bench.write(prompt("a"))
+    result = CliRunner().invoke(app, ["run", str(bench.input), "-o", str(bench.output)])
+    assert (result.exit_code, "set model_path in packhorse.toml" in result.stderr) == (2, True)
+
+
+def test_a_finished_job_is_the_same_under_every_setting_that_cannot_change_results(
+    bench: Bench, scripted: list[EngineConfig]
+) -> None:
+    bench.write(prompt("a"))
+    assert run(bench).exit_code == 0
+    options = "--policy static --batch-size 2 --max-wait-ms 1 --micro-batch 2 --no-enable-prefix-caching --threads 1"
+    more = "--target-itl-ms 9 --priority-seconds 1 --block-size 32 --warmup-requests 1 --length-buckets 9"
+    result = run(bench, *options.split(), *more.split())
+    assert (result.exit_code, "Nothing to do" in result.stderr) == (0, True)
+    for option in (["--max-model-len", "99"], ["--no-escape-control-tokens"]):
+        assert "holds results of another job" in run(bench, *option).stderr
+    assert len(scripted) == 4
 
 
 @pytest.mark.usefixtures("scripted")
@@ -110,6 +175,13 @@ def test_exit_codes_say_how_it_went(bench: Bench) -> None:
         (["--temperature", "-1"], "temperature is -1"),
         (["--format", "yaml"], "format is 'yaml'"),
         (["--column", "a"], "column is for .csv"),
+        (["--policy", "best"], "policy is 'best': it must be 'continuous', 'dynamic' or 'static'"),
+        (["--length-buckets", "256,64"], "length_buckets is '256,64': the lengths must rise"),
+        (["--kv-dtype", "fp16"], "kv_dtype is 'fp16': it must be 'fp32'"),
+        (["--precision", "int8"], "precision is 'int8': it must be 'fp32'"),
+        (["--block-size", "24"], "block_size is 24: it must be a multiple of 16"),
+        (["--use-triton"], "use_triton is True: serving through Triton is not there yet"),
+        (["--policy", "static", "--max-num-seqs", "4"], "batch_size (16) is more than max_num_seqs (4)"),
         (["--config", "none.toml"], "none.toml cannot be read"),
         (["--report", "no/such/folder.json"], "no/such does not exist"),
     ],
@@ -141,7 +213,9 @@ def test_the_summary_is_for_people_and_the_report_for_programs(bench: Bench) -> 
         assert words in result.stderr
     report = json.loads(path.read_text())
     assert (report["ok"], report["failed"], report["total"], report["exit_code"]) == (1, 1, 2, 1)
-    assert {"elapsed_s", "latency_p50_s", "latency_p95_s", "mean_batch_size", "peak_memory_bytes"} <= report.keys()
+    figures = {"mean_batch_size", "preemptions", "prefix_hit_rate", "peak_memory_bytes", "elapsed_s"}
+    latencies = {f"{name}_{p}_s" for name in ("latency", "queue", "ttft", "itl") for p in ("p50", "p95")}
+    assert figures | latencies <= report.keys()
     assert "Nothing to do" in run(bench).stderr
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
-from packhorse.cli.figures import duration, report_lines, report_title
+from packhorse.cli.figures import duration, report_lines, report_title, seconds
 from packhorse.cli.progress import PLAIN_SECONDS, PlainDisplay, seconds_left, status_line
 from packhorse.jobs.report import JobProgress, JobReport
+from packhorse.jobs.serving import Serving
 from tests.support.scripted import FakeClock
 
 HALF = JobProgress(
@@ -68,3 +70,60 @@ def test_a_stopped_job_says_how_to_go_on(number: int, name: str) -> None:
     report = JobReport("out", 10, 4, 0, 0, 1, 1, stopped_by=number)
     assert report_title(report) == f"Stopped by {name}: 4 of 10 results are kept. Run the same command again to go on."
     assert report.exit_code == 128 + number
+
+
+BUSY = Serving(
+    mean_batch_size=12.5,
+    preemptions=3,
+    prefix_hit_rate=0.42,
+    queue_p50_s=0.05,
+    queue_p95_s=1.5,
+    ttft_p50_s=0.25,
+    ttft_p95_s=2.0,
+    itl_p50_s=0.031,
+    itl_p95_s=0.05,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00025, "0.25 ms"), (0.031, "31 ms"), (0.9994, "999 ms"), (0.9996, "1.00 s"), (2.314, "2.31 s")],
+)
+def test_latencies_have_the_unit_that_suits_them(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_progress_and_summary_show_how_the_engine_serves() -> None:
+    line = status_line(replace(HALF, serving=BUSY))
+    for words in ("queue 50 ms/1.50 s", "TTFT 250 ms/2.00 s", "ITL 31 ms/50 ms", "prefix hits 42%", "preemptions 3"):
+        assert words in line
+    text = "\n".join(report_lines(replace(REPORT, serving=BUSY)))
+    for words in (
+        "first token      p50 250 ms, p95 2.00 s",
+        "in the queue     p50 50 ms, p95 1.50 s",
+        "next tokens      p50 31 ms, p95 50 ms",
+        "12.5 sequences, 3 preemptions",
+        "42% of prompt tokens were known",
+    ):
+        assert words in text
+
+
+def test_what_says_nothing_is_left_out() -> None:
+    quiet = replace(BUSY, preemptions=0, prefix_hit_rate=0.0, queue_p50_s=0.0001, queue_p95_s=0.0002)
+    text = "\n".join([status_line(replace(HALF, serving=quiet)), *report_lines(replace(REPORT, serving=quiet))])
+    for word in ("queue", "prefix", "preempt"):
+        assert word not in text
+
+
+def test_a_resumed_job_says_what_is_of_this_start_only() -> None:
+    resumed = replace(REPORT, elapsed_s=2.0, latency_p50_s=0.1, latency_p95_s=0.2, serving=BUSY)
+    lines = report_lines(resumed)
+    [place] = [i for i, line in enumerate(lines) if "this start only" in line]
+    assert "6 results; rates, latencies and memory below are of these alone" in lines[place]
+    whole, own = "\n".join(lines[:place]), "\n".join(lines[place:])
+    assert "2 from earlier starts" in whole
+    assert "tokens" in whole
+    for figure in ("throughput", "latency", "first token", "next tokens", "mean batch", "peak memory"):
+        assert figure in own
+        assert figure not in whole
+    assert "this start" not in "\n".join(report_lines(replace(resumed, kept=0)))

@@ -368,7 +368,7 @@ def test_the_report_counts_tokens_time_and_batches(bench: Bench) -> None:
     assert report.elapsed_s == 4.0
     assert (report.prompt_tokens_per_s, report.completion_tokens_per_s) == (4.0, 8.0)
     assert (report.latency_p50_s, report.latency_p95_s) == (3.0, 4.0)
-    assert report.mean_batch_size == 4.0
+    assert report.serving.mean_batch_size == 4.0
     assert report.peak_memory_bytes > 10_000_000
     assert [p.stage for p in told if p.stage != "running"] == ["reading", "loading", "sorting"]
     running = [p for p in told if p.stage == "running"]

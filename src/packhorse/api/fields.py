@@ -37,7 +37,16 @@ SAMPLING = frozenset(
 )
 """Passed on to SamplingParams under the same name by both endpoints."""
 
-SHARED = SAMPLING | {"model", "max_completion_tokens", "stream", "stream_options", "logprobs", "echo"}
+SHARED = SAMPLING | {
+    "model",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "echo",
+    "priority",
+    "timeout",
+}
 OF_ENDPOINT: dict[Endpoint, frozenset[str]] = {
     "chat": SHARED | {"messages", "top_logprobs"},
     "completions": SHARED | {"prompt", "best_of", "add_special_tokens"},
@@ -49,7 +58,6 @@ HARMLESS = frozenset(
         "metadata",
         "parallel_tool_calls",  # says how tools may be called; tools themselves are refused
         "prediction",  # speeds up decoding, does not change it
-        "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",

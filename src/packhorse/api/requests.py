@@ -48,6 +48,8 @@ class _Body(BaseModel):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     echo: bool | None = None
+    priority: Annotated[int, Field(strict=True)] | None = None
+    timeout: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
 
 
 class _ChatBody(_Body):
@@ -66,7 +68,7 @@ class ApiRequest:
     """A body that was found good; its prompts are not tokenized yet.
 
     messages: of a chat, else None. prompts: of completions, else None. model: as the body names it.
-    unknown_fields: names that were ignored.
+    priority, timeout: as Request has them. unknown_fields: names that were ignored.
     """
 
     endpoint: Endpoint
@@ -77,6 +79,8 @@ class ApiRequest:
     add_special_tokens: bool = True
     stream: bool = False
     include_usage: bool = False
+    priority: int = 0
+    timeout: float | None = None
     unknown_fields: tuple[str, ...] = ()
 
     @property
@@ -115,7 +119,15 @@ def tokenize(request: ApiRequest, tokenizer: Tokenizer) -> list[Prompt]:
 def engine_requests(request: ApiRequest, prompts: Sequence[Prompt], request_id: str) -> list[Request]:
     """One request to the engine for each prompt; their ids are `request_id` and the prompt's number."""
     return [
-        Request(f"{request_id}-{i}", prompt.token_ids, request.params, prompt=prompt.text, stream=request.stream)
+        Request(
+            f"{request_id}-{i}",
+            prompt.token_ids,
+            request.params,
+            prompt=prompt.text,
+            stream=request.stream,
+            priority=request.priority,
+            timeout=request.timeout,
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -137,6 +149,8 @@ def _parse_chat(body: dict[str, Any]) -> ApiRequest:
         unknown_fields=tuple(unknown),
         stream=stream,
         include_usage=include_usage,
+        priority=read.priority or 0,
+        timeout=read.timeout,
     )
 
 
@@ -165,6 +179,8 @@ def _parse_completion(body: dict[str, Any]) -> ApiRequest:
         add_special_tokens=read.add_special_tokens is not False,
         stream=stream,
         include_usage=include_usage,
+        priority=read.priority or 0,
+        timeout=read.timeout,
     )
 
 

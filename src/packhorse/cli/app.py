@@ -11,7 +11,9 @@ from typer.core import TyperGroup
 
 from packhorse import __version__
 from packhorse.cli.convert import convert
+from packhorse.cli.lengths import lengths
 from packhorse.cli.run import run
+from packhorse.cli.settings import EngineCommand
 from packhorse.errors import PackhorseError
 
 
@@ -39,7 +41,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("convert")(convert)
-app.command("run")(run)
+app.command("run", cls=EngineCommand)(run)
+app.command("lengths")(lengths)
 
 
 @app.command("inspect")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from packhorse.jobs.report import JobReport
+from packhorse.jobs.serving import Serving
+
+QUEUED_SECONDS = 0.01
+"""Nobody wants to read of shorter waits in the queue."""
 
 _SIGNALS = {2: "Ctrl-C", 15: "SIGTERM"}
 
@@ -34,21 +38,27 @@ def report_title(report: JobReport) -> str:
     return f"Done: {report.output}"
 
 
+def seconds(value: float) -> str:
+    """`31 ms`, `2.31 s`."""
+    return f"{value:,.2f} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
+
+
+def spread(p50: float, p95: float) -> str:
+    return f"p50 {seconds(p50)}, p95 {seconds(p95)}"
+
+
 def report_rows(report: JobReport) -> list[tuple[str, str]]:
-    """Name and value of each figure that is known."""
+    """Name and value of each figure that is known: of the whole job, then of this start."""
     kept = f" ({count(report.kept)} from earlier starts)" if report.kept and not report.already_complete else ""
     rows = [
         ("requests", f"{count(report.ok)} ok, {count(report.failed)} failed, of {count(report.total)}{kept}"),
         ("tokens", f"{count(report.prompt_tokens)} in, {count(report.completion_tokens)} out"),
     ]
-    if report.elapsed_s:
-        in_rate, out_rate = report.prompt_tokens_per_s, report.completion_tokens_per_s
-        rows.append(("throughput", f"{in_rate:,.1f} tok/s in, {out_rate:,.1f} tok/s out, {report.elapsed_s:,.1f} s"))
-    if report.latency_p50_s is not None and report.latency_p95_s is not None:
-        rows.append(("latency", f"p50 {report.latency_p50_s:.2f} s, p95 {report.latency_p95_s:.2f} s"))
-    if report.mean_batch_size is not None:
-        preempted = f", {count(report.preemptions)} preemptions" if report.preemptions else ""
-        rows.append(("mean batch", f"{report.mean_batch_size:.1f} sequences{preempted}"))
+    if kept and report.elapsed_s:
+        results = count(report.ok + report.failed - report.kept)
+        rows.append(("this start only", f"{results} results; rates, latencies and memory below are of these alone"))
+    rows += _rates(report)
+    rows += _serving_rows(report.serving)
     rows.append(("peak memory", f"{report.peak_memory_bytes / 2**20:,.0f} MiB"))
     for field in report.unknown_fields:
         lines = "1 line" if field["lines"] == 1 else f"{count(field['lines'])} lines"
@@ -56,7 +66,33 @@ def report_rows(report: JobReport) -> list[tuple[str, str]]:
     return rows
 
 
+def _rates(report: JobReport) -> list[tuple[str, str]]:
+    rows = []
+    if report.elapsed_s:
+        in_rate, out_rate = report.prompt_tokens_per_s, report.completion_tokens_per_s
+        rows.append(("throughput", f"{in_rate:,.1f} tok/s in, {out_rate:,.1f} tok/s out, {report.elapsed_s:,.1f} s"))
+    if report.latency_p50_s is not None and report.latency_p95_s is not None:
+        rows.append(("latency", spread(report.latency_p50_s, report.latency_p95_s)))
+    return rows
+
+
+def _serving_rows(figures: Serving) -> list[tuple[str, str]]:
+    rows = []
+    if figures.ttft_p50_s is not None and figures.ttft_p95_s is not None:
+        rows.append(("first token", spread(figures.ttft_p50_s, figures.ttft_p95_s)))
+    if figures.queue_p95_s is not None and figures.queue_p50_s is not None and figures.queue_p95_s >= QUEUED_SECONDS:
+        rows.append(("in the queue", f"{spread(figures.queue_p50_s, figures.queue_p95_s)}, part of the first token's"))
+    if figures.itl_p50_s is not None and figures.itl_p95_s is not None:
+        rows.append(("next tokens", spread(figures.itl_p50_s, figures.itl_p95_s)))
+    if figures.mean_batch_size is not None:
+        preempted = f", {count(figures.preemptions)} preemptions" if figures.preemptions else ""
+        rows.append(("mean batch", f"{figures.mean_batch_size:.1f} sequences{preempted}"))
+    if figures.prefix_hit_rate:
+        rows.append(("prefix cache", f"{figures.prefix_hit_rate:.0%} of prompt tokens were known"))
+    return rows
+
+
 def report_lines(report: JobReport) -> list[str]:
     """The report as plain lines."""
-    rows = [f"  {name:<14}{value}" for name, value in report_rows(report)]
+    rows = [f"  {name:<17}{value}" for name, value in report_rows(report)]
     return [report_title(report), *rows, *(f"  note: {note}" for note in report.notes)]

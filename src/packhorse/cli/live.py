@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packhorse.cli.figures import count, duration, rate, report_rows, report_title
-from packhorse.cli.progress import cache_share, seconds_left, stage_name
+from packhorse.cli.progress import cache_share, seconds_left, serving_figures, stage_name
 from packhorse.jobs.report import JobProgress, JobReport
 
 
@@ -60,6 +60,9 @@ def _panel(progress: JobProgress) -> RenderableType:
     figures.add_row(
         "left", duration(left) if left is not None else "…", "cache", f"{cache_share(progress):.0%} of its blocks"
     )
+    more = iter(serving_figures(progress.serving))
+    for name, value in more:
+        figures.add_row(name, value, *next(more, ("", "")))
     return Group(_bar(f"{count(progress.done)}/{count(progress.total)} done{failed}", share), figures)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from packhorse.cli.figures import count, duration, rate, report_lines
+from packhorse.cli.figures import QUEUED_SECONDS, count, duration, rate, report_lines, seconds
 from packhorse.jobs.report import JobProgress, JobReport
+from packhorse.jobs.serving import Serving
 
 PLAIN_SECONDS = 5.0
 
@@ -76,7 +77,7 @@ class PlainDisplay:
 
 
 def status_line(progress: JobProgress) -> str:
-    """`128/500 done (2 failed), in 310 tok/s, out 96 tok/s, 32 running, 14 waiting, cache 41 %, 1:20 left`"""
+    """`128/500 done (2 failed), in 310 tok/s, out 96 tok/s, 32 running, 14 waiting, cache 41%, …, 1:20 left`"""
     failed = f" ({progress.failed} failed)" if progress.failed else ""
     parts = [
         f"{count(progress.done)}/{count(progress.total)} done{failed}",
@@ -85,9 +86,27 @@ def status_line(progress: JobProgress) -> str:
         f"{progress.running} running",
         f"{progress.waiting} waiting",
         f"cache {cache_share(progress):.0%}",
+        *(f"{name} {value}" for name, value in serving_figures(progress.serving)),
     ]
     left = seconds_left(progress)
     return ", ".join([*parts, f"{duration(left)} left"] if left is not None else parts)
+
+
+def serving_figures(figures: Serving) -> list[tuple[str, str]]:
+    """What there is to say so far: short names and values, p50 and p95 of latencies."""
+    found = []
+    for name, p50, p95 in (
+        ("queue", figures.queue_p50_s, figures.queue_p95_s),
+        ("TTFT", figures.ttft_p50_s, figures.ttft_p95_s),
+        ("ITL", figures.itl_p50_s, figures.itl_p95_s),
+    ):
+        if p50 is not None and p95 is not None and (name != "queue" or p95 >= QUEUED_SECONDS):
+            found.append((name, f"{seconds(p50)}/{seconds(p95)}"))
+    if figures.prefix_hit_rate:
+        found.append(("prefix hits", f"{figures.prefix_hit_rate:.0%}"))
+    if figures.preemptions:
+        found.append(("preemptions", count(figures.preemptions)))
+    return found
 
 
 def cache_share(progress: JobProgress) -> float:

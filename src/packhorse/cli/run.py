@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from packhorse.cli.settings import model_named
+
 if TYPE_CHECKING:
     from packhorse.config import EngineConfig
     from packhorse.jobs.job import JobModel
 
-_ENGINE = "Engine"
 _SAMPLING = "Sampling of simple lines"
 _JOB = "Job"
+_CHANGE_RESULTS = ("max_model_len", "escape_control_tokens", "precision", "kv_dtype")
 
 
 def run(
+    ctx: typer.Context,
     input: Annotated[
         str,
         typer.Argument(
@@ -27,9 +30,14 @@ def run(
         Path, typer.Option("--output", "-o", help="Results, one JSON line each, in OpenAI's batch form.")
     ],
     model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="A pack, or what `packhorse convert` takes: that is converted once."),
-    ],
+        str | None,
+        typer.Option(
+            "--model",
+            "--model-path",
+            "-m",
+            help="A pack, or what `packhorse convert` takes, converted once. Default: model_path of the settings.",
+        ),
+    ] = None,
     format: Annotated[
         str | None,
         typer.Option(help="jsonl, txt, csv or parquet; default: by the name's ending.", rich_help_panel=_JOB),
@@ -64,34 +72,7 @@ def run(
         Path | None, typer.Option(help="Write the summary to this file, as JSON.", rich_help_panel=_JOB)
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Engine settings; default: packhorse.toml, if there.", rich_help_panel=_ENGINE)
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences decoded at once.", rich_help_panel=_ENGINE)
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one step.", rich_help_panel=_ENGINE)
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens a sequence may have, prompt and output.", rich_help_panel=_ENGINE)
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens a cache block holds.", rich_help_panel=_ENGINE)] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the cache; default: by free memory.", rich_help_panel=_ENGINE)
-    ] = None,
-    memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of free memory to use.", rich_help_panel=_ENGINE)
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Default: what the process may use.", rich_help_panel=_ENGINE)
-    ] = None,
-    escape_control_tokens: Annotated[
-        bool | None,
-        typer.Option(
-            "--escape-control-tokens/--no-escape-control-tokens",
-            help="Control tokens typed in a message stay text (default).",
-            rich_help_panel=_ENGINE,
-        ),
+        Path | None, typer.Option(help="Engine settings. Default: packhorse.toml, if there.", rich_help_panel=_JOB)
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)
@@ -124,22 +105,12 @@ def run(
     from packhorse.cli.progress import progress_display
     from packhorse.config import load_config
     from packhorse.jobs.job import JobSpec, run_job
+    from packhorse.jobs.loop import window_for
     from packhorse.jobs.signals import StopSignals
 
     _check_report(report)
-    engine = load_config(
-        {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "memory_utilization": memory_utilization,
-            "threads": threads,
-            "escape_control_tokens": escape_control_tokens,
-        },
-        config,
-    )
+    engine = load_config(ctx.obj | {"model_path": model}, config)
+    name = model_named(engine)
     defaults = {
         "temperature": temperature,
         "max_tokens": max_tokens,
@@ -155,12 +126,12 @@ def run(
     spec = JobSpec(
         input=None if input == "-" else Path(input),
         output=output,
-        format=_format(format),
+        format=checked_format(format),
         column=column,
         chat=chat,
         defaults=_checked({name: value for name, value in defaults.items() if value is not None}),
         result_settings=_result_settings(engine),
-        window=2 * engine.max_num_seqs,
+        window=window_for(engine),
         strict=strict,
         strict_fields=strict_fields,
         sort=not no_sort,
@@ -170,7 +141,7 @@ def run(
     with progress_display() as display:
         done = run_job(
             spec,
-            lambda: _find_model(model, engine, served_model_name or [], display.on_conversion),
+            lambda: _find_model(name, engine, served_model_name or [], display.on_conversion),
             on_progress=display.on_progress,
             signals=StopSignals(),
         )
@@ -188,7 +159,8 @@ def _check_report(path: Path | None) -> None:
         raise ConfigError(f"{path.parent} does not exist: make the folder for the report first.", param="report")
 
 
-def _format(name: str | None) -> Any:
+def checked_format(name: str | None) -> Any:
+    """The name of an input format. Raises ConfigError for any other."""
     from packhorse.errors import ConfigError
 
     if name not in (None, "jsonl", "txt", "csv", "parquet"):
@@ -206,7 +178,7 @@ def _checked(defaults: dict[str, Any]) -> dict[str, Any]:
 
 def _result_settings(engine: EngineConfig) -> dict[str, Any]:
     """Of the engine's settings those that change what comes out; the others change only how fast."""
-    return {"max_model_len": engine.max_model_len, "escape_control_tokens": engine.escape_control_tokens}
+    return {name: getattr(engine, name) for name in _CHANGE_RESULTS}
 
 
 def _find_model(model: str, config: EngineConfig, served_names: list[str], on_conversion: Any) -> JobModel:

@@ -23,8 +23,17 @@ from packhorse.jobs.records import error_record, request_id, success_record
 from packhorse.jobs.tally import Tally
 
 if TYPE_CHECKING:
+    from packhorse.config import EngineConfig
     from packhorse.engine.engine import Engine
     from packhorse.text.tokenizer import Tokenizer
+
+
+def window_for(config: EngineConfig) -> int:
+    """Requests to keep in flight: what runs and as much again to choose from, and a batch in each length bucket."""
+    from packhorse.engine.policy import make_policy
+
+    batches = config.batch_size * make_policy(config).num_buckets if config.policy != "continuous" else 0
+    return max(2 * config.max_num_seqs, 2 * config.batch_size, config.max_num_seqs + batches)
 
 
 @dataclass(slots=True)
@@ -78,14 +87,28 @@ class JobLoop:
     def run(self, entries: Iterator[Entry]) -> None:
         """Until every entry has its record. Raises JobError when results cannot be written."""
         try:
-            while self._fill(entries) or self._in_flight:
-                for output in self._engine.step():
+            while (more := self._fill(entries)) or self._in_flight:
+                for output in self._step(more):
                     self._take(output)
                 if self._in_flight and not self._engine.num_unfinished:
                     raise JobError("The engine lost requests: run the same command again, and please report this.")
                 self._between_steps()
         finally:
+            self._engine.more_to_come = False
             self._abandon()
+
+    def _step(self, more: bool) -> list[RequestOutput]:
+        """One step, in which a policy may wait for fuller batches as long as there are more lines.
+
+        But not when nothing runs: the window is full, so that nothing will come until something has run. What waits is
+        started then, which spares the time and never hangs, however small the window.
+        """
+        self._engine.more_to_come = more
+        outputs = self._engine.step()
+        if more and not outputs and not self._engine.stats().num_running:
+            self._engine.more_to_come = False
+            outputs = self._engine.step()
+        return outputs
 
     def _fill(self, entries: Iterator[Entry]) -> bool:
         """Submit lines while there is room; whether there may be more."""

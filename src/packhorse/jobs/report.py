@@ -6,13 +6,14 @@ import resource
 import sys
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from packhorse.jobs.prepare import UnknownField
+from packhorse.jobs.serving import Serving, serving
 from packhorse.jobs.tally import Tally
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class JobProgress:
 
     total, done, failed: lines, those of earlier starts included (`kept` of them). prompt_tokens, generated_tokens:
     through the model since this start. running, waiting: sequences. elapsed: seconds since the first request.
+    serving: of this start.
     """
 
     stage: Stage
@@ -44,6 +46,7 @@ class JobProgress:
     blocks_used: int = 0
     blocks_total: int = 0
     elapsed: float = 0.0
+    serving: Serving = field(default_factory=Serving)
 
 
 OnProgress = Callable[[JobProgress], None]
@@ -56,7 +59,8 @@ class JobReport:
     kept: results of earlier starts. stopped_by: the signal, if one ended it. already_complete: nothing had to be done.
     prompt_tokens, completion_tokens: of successful lines. *_per_s: tokens of results finished in this start, over
     elapsed_s (seconds from the first request to the last result, model loading left out). latency_*_s: from submission
-    to the last token, waiting included. peak_memory_bytes: of this process. unknown_fields: name, lines, first_line.
+    to the last token, waiting included. serving: its fields stand beside the others in JSON. peak_memory_bytes: of
+    this process. unknown_fields: name, lines, first_line.
     """
 
     output: str
@@ -71,8 +75,7 @@ class JobReport:
     completion_tokens_per_s: float = 0.0
     latency_p50_s: float | None = None
     latency_p95_s: float | None = None
-    mean_batch_size: float | None = None
-    preemptions: int = 0
+    serving: Serving = field(default_factory=Serving)
     peak_memory_bytes: int = 0
     stopped_by: int | None = None
     already_complete: bool = False
@@ -85,8 +88,10 @@ class JobReport:
         return 128 + self.stopped_by if self.stopped_by is not None else int(self.failed > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"exit_code": self.exit_code}
+        """For JSON: flat."""
+        fields = asdict(self)
+        figures: dict[str, Any] = fields.pop("serving")
+        return fields | figures | {"exit_code": self.exit_code}
 
 
 class Watch:
@@ -139,17 +144,14 @@ class Watch:
         assert first is not None
         assert tally is not None
         elapsed = self._clock() - self._started_at
-        steps = now.steps - first.steps
-        batched = now.batched_sequences - first.batched_sequences
         self._figures = {
             "elapsed_s": elapsed,
             "prompt_tokens_per_s": _rate(tally.prompt_tokens - self._first_tokens[0], elapsed),
             "completion_tokens_per_s": _rate(tally.completion_tokens - self._first_tokens[1], elapsed),
             "latency_p50_s": _percentile(latencies, 50),
             "latency_p95_s": _percentile(latencies, 95),
-            "mean_batch_size": batched / steps if steps else None,
-            "preemptions": now.preemptions - first.preemptions,
-            "unknown_fields": tuple(asdict(field) for field in unknown_fields),
+            "serving": serving(now, first),
+            "unknown_fields": tuple(asdict(unknown) for unknown in unknown_fields),
         }
 
     def report(
@@ -187,6 +189,7 @@ class Watch:
             blocks_used=stats.blocks_used,
             blocks_total=stats.blocks_total,
             elapsed=self._clock() - self._started_at,
+            serving=serving(stats, first),
         )
         self._on_progress(self._now)
 
