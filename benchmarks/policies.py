@@ -123,7 +123,6 @@ def main() -> None:
     engines = {policy: LLM(arguments.model, **engine_settings(policy)).engine for policy in POLICIES}
     for engine in engines.values():
         drive(engine, at_once(long_tailed(4, seed=9)))
-        engine.forget()
     rows: dict[str, dict[str, list[dict[str, float]]]] = {"offline": {}, "open": {}}
     rate = 0.0
     for mode, table in rows.items():
@@ -131,7 +130,6 @@ def main() -> None:
             for policy, engine in engines.items():
                 arrivals = at_once(requests) if mode == "offline" else poisson(requests, rate)
                 result = drive(engine, arrivals)
-                engine.forget()
                 table.setdefault(policy, []).append(figures(result, short))
         if mode == "offline":
             output = sum(r.params.max_tokens or 0 for r in requests)

@@ -47,8 +47,11 @@ class Result:
 
 
 def drive(engine: Engine, arrivals: list[Arrival]) -> Result:
-    """Submit each request when its moment has come (open loop) and step until all are done."""
-    engine.reset_stats()
+    """Submit each request when its moment has come (open loop) and step until all are done.
+
+    Begins with nothing cached and nothing counted.
+    """
+    engine.forget()
     outputs: dict[str, RequestOutput] = {}
     due = sorted(arrivals, key=lambda arrival: arrival.at)[::-1]
     start = time.monotonic()

@@ -83,6 +83,39 @@ def test_greedy_ids_equal_transformers_when_sequences_are_preempted(
     assert_same_up_to_ties(transformers_model, prompts, ours, answers)
 
 
+MATRIX = [
+    {
+        "policy": policy,
+        "batch_size": 4,
+        "micro_batch": micro_batch,
+        "enable_prefix_caching": caching,
+        "num_blocks": blocks,
+    }
+    for policy in ("static", "dynamic", "continuous")
+    for micro_batch, caching, blocks in ((1, True, 256), (3, False, 256), (2, True, 13), (1, False, 13))
+]
+
+
+@pytest.mark.parametrize("settings", MATRIX, ids=lambda s: "-".join(map(str, s.values())))
+def test_greedy_ids_are_the_same_under_every_policy_micro_batch_cache_and_preemption(
+    pack: Path,
+    transformers_model: Any,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    settings: dict[str, Any],
+) -> None:
+    llm = LLM(pack, **settings)
+    ours = greedy(llm, prompts)
+    assert_same_up_to_ties(transformers_model, prompts, ours, answers)
+    # A second time, with what the prefix cache knows by now.
+    assert_same_up_to_ties(transformers_model, prompts, greedy(llm, prompts), answers)
+    stats = llm.engine.stats()
+    if settings["num_blocks"] == 13 and settings["policy"] != "dynamic":
+        assert stats.preemptions > 0
+    if settings["enable_prefix_caching"] and settings["num_blocks"] == 256:
+        assert stats.prefix_hits > 0
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 4, 8])
 def test_a_prompt_gives_the_same_text_at_every_batch_size(
     llm: LLM, transformers_model: Any, prompts: list[list[int]], answers: list[list[int]], at_once: int

@@ -5,6 +5,9 @@ from __future__ import annotations
 SMOOTHING = 0.2
 """Weight of the newest step in the running averages."""
 
+ALARM = 0.5
+"""Weight of a prefill token's cost that is above its average: a prompt's later chunks cost more than its first ones."""
+
 LEAST_TOKENS = 16
 """A prefill always gets that many, so that it ends."""
 
@@ -34,8 +37,9 @@ class PrefillPacer:
         if not prefill_tokens:
             self._decode = _average(self._decode, seconds)
         elif self._decode is not None:
-            self._token = _average(self._token, max(seconds - self._decode, 1e-6) / prefill_tokens)
+            cost = max(seconds - self._decode, 1e-6) / prefill_tokens
+            self._token = _average(self._token, cost, ALARM if cost > (self._token or 0.0) else SMOOTHING)
 
 
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else (1 - SMOOTHING) * old + SMOOTHING * new
+def _average(old: float | None, new: float, weight: float = SMOOTHING) -> float:
+    return new if old is None else (1 - weight) * old + weight * new
