@@ -107,6 +107,16 @@ def test_who_aborts_in_a_batch_leaves_it() -> None:
     assert seen(engine, 1) == ["d"]
 
 
+def test_the_seat_of_one_that_aborts_before_it_entered_is_nobodys() -> None:
+    engine = scripted_engine(policy="static", batch_size=2, max_num_batched_tokens=4, max_num_seqs=2)
+    submit(engine, "ab", length=4, max_tokens=5)
+    assert seen(engine, 1) == ["a"]
+    engine.abort("b")
+    assert seen(engine, 1) == ["a"]
+    submit(engine, "c", length=1)
+    assert seen(engine, 4) == ["a", "a", "a", "c"]
+
+
 # Dynamic
 
 

@@ -86,20 +86,22 @@ def test_requests_are_counted_by_how_they_ended_and_lost_tokens_apart() -> None:
 
 
 def test_a_preempted_request_waits_once_and_its_gap_is_a_gap_between_tokens() -> None:
-    engine, clock = timed(max_num_seqs=2)
+    """Another one takes the place it had, so it comes back elsewhere."""
+    engine, clock = timed(max_num_seqs=3)
     for name in "ab":
         engine.submit(request(name, [1, 2, 3], max_tokens=4))
     engine.step()
     engine._scheduler.preempt_last()
     clock.advance(10)
+    engine.submit(Request("c", [4], SamplingParams(temperature=0.0, max_tokens=1), priority=-9))
     finish_all(engine)
     stats = engine.stats()
     assert stats.preemptions == 1
-    assert totals(stats.queue_time) == (2, 0)
-    assert totals(stats.time_to_first_token) == (2, 2)
+    assert totals(stats.queue_time) == (3, 0)
+    assert totals(stats.time_to_first_token) == (3, 3)
     assert totals(stats.inter_token_latency) == (6, 2 * (11 + 1 + 1))
-    assert stats.generated_tokens == 8
-    assert stats.computed_tokens == 2 * 6 + 3  # the prompt of the preempted one twice; it fills no block
+    assert stats.generated_tokens == 9
+    assert stats.computed_tokens == 2 * 6 + 1 + 3  # the prompt of the preempted one twice; it fills no block
 
 
 def test_times_of_several_choices_are_those_of_the_request() -> None:

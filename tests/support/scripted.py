@@ -73,6 +73,8 @@ class ScriptedRunner:
         self.steps += 1
         if self.keep_batches:
             self.batches.append(batch)
+        last = batch.positions[batch.cu_seqlens[1:] - 1]
+        assert np.array_equal(last + 1, batch.context_lens), "a context does not end with its last token"
         self._cache[batch.slots] = batch.ids
         self._positions[batch.slots] = batch.positions
         sequence_of = np.repeat(np.arange(len(batch.context_lens)), np.diff(batch.cu_seqlens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,7 +19,8 @@ from packhorse.engine.engine import Engine
 from packhorse.engine.outputs import CompletionOutput, RequestOutput
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import SamplingParams
-from packhorse.errors import ContextLengthExceeded, DeadlineExceeded, StepError
+from packhorse.errors import ContextLengthExceeded, DeadlineExceeded, OutOfMemory, StepError
+from packhorse.runner.base import Float32, StepBatch
 from packhorse.text.tokenizer import Tokenizer
 from tests.support.engines import runner_of
 from tests.support.scripted import FakeClock, ScriptedRunner, hashed
@@ -150,14 +152,16 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 class Stress:
-    """An engine, and what its requests should give."""
+    """An engine, and what its requests should give. most_sequences: a pass of more is out of memory."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, most_sequences: int | None = None) -> None:
         self.machine = machine
+        self.most_sequences = most_sequences
         self.clock = FakeClock()
         self.engine, self.runner = machine.engine(self.clock)
         self.runner.keep_batches = True
         self.runner._before_step = self._before_pass
+        self.runner.run = self._in_memory(self.runner.run)  # type: ignore[method-assign]
         self.requests: dict[str, Request] = {}
         self.arrivals: dict[str, float] = {}
         self.aborted: set[str] = set()
@@ -227,6 +231,15 @@ class Stress:
         assert stats.preemptions <= stats.generated_tokens + self.raised, "preemptions are not bounded by progress"
         for request_id, output in self.finished.items():
             self._compare(output, alone(self.requests[request_id], self.machine.max_len))
+
+    def _in_memory(self, run: Callable[[StepBatch], Float32]) -> Callable[[StepBatch], Float32]:
+        def limited(batch: StepBatch) -> Float32:
+            if self.most_sequences is not None and len(batch.context_lens) > self.most_sequences:
+                self.raised += 1
+                raise OutOfMemory("no room for so many")
+            return run(batch)
+
+        return limited
 
     def _before_pass(self, _: int) -> None:
         error = self.troubles.pop(0) if self.troubles else None
