@@ -86,13 +86,13 @@ def test_greedy_ids_equal_transformers_when_sequences_are_preempted(
 MATRIX = [
     {
         "policy": policy,
-        "batch_size": 4,
-        "micro_batch": micro_batch,
+        "batch_size": size,
+        "micro_batch": passes,
         "enable_prefix_caching": caching,
         "num_blocks": blocks,
     }
     for policy in ("static", "dynamic", "continuous")
-    for micro_batch, caching, blocks in ((1, True, 256), (3, False, 256), (2, True, 13), (1, False, 13))
+    for size, passes, caching, blocks in ((4, 1, True, 256), (4, 3, False, 256), (8, 2, True, 13), (8, 1, False, 13))
 ]
 
 
