@@ -109,3 +109,24 @@ class DeadlineExceeded(PackhorseError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class QueueFull(PackhorseError):
+    """As many requests wait as may; this one was not taken in, and nothing of it was computed.
+
+    The server answers it with 429, a Retry-After header and the usual error body, and counts it; it stays healthy and
+    ready, and the client tries again later.
+    """
+
+    status = 429
+    code = "queue_full"
+
+
+class Draining(PackhorseError):
+    """The engine shuts down: it takes no new requests, and ends those that outlast the time it had for them.
+
+    The server answers it with 503 and a Retry-After header and is not ready any more; another replica may serve it.
+    """
+
+    status = 503
+    code = "draining"
