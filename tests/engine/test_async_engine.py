@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from packhorse.engine import async_engine
-from packhorse.engine.async_engine import AsyncEngine, OutputStream
+from packhorse.engine.async_engine import AsyncEngine
 from packhorse.engine.engine import Engine
+from packhorse.engine.output_stream import OutputStream
 from packhorse.engine.outputs import RequestOutput
 from packhorse.engine.request import Request
 from packhorse.engine.stats import EngineStats
@@ -524,7 +525,7 @@ def raising(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 10])
-@pytest.mark.parametrize("place", ["schedule", "build", "fail_all"])
+@pytest.mark.parametrize("place", ["schedule", "collect", "fail_all"])
 def test_a_step_that_raises_elsewhere_fails_who_is_there_and_the_loop_goes_on(
     place: str, times: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,8 +541,8 @@ def test_a_step_that_raises_elsewhere_fails_who_is_there_and_the_loop_goes_on(
             await settle()
             await gate.pass_one()
             streams += [await task for task in submitting]
-            if place == "build":
-                engine._outputs.build = raising(times, engine._outputs.build)  # type: ignore[method-assign]
+            if place == "collect":
+                engine._collect = raising(times, engine._collect)  # type: ignore[method-assign]
             else:
                 engine._scheduler.schedule = raising(times, engine._scheduler.schedule)  # type: ignore[method-assign]
             if place == "fail_all":

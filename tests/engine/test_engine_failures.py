@@ -375,3 +375,32 @@ def test_batches_are_what_a_runner_is_promised() -> None:
         types = [batch.ids.dtype, batch.positions.dtype, batch.slots.dtype, batch.rows.dtype]
         assert types == [np.int64] * 4
         assert [batch.cu_seqlens.dtype, batch.context_lens.dtype, batch.block_table.dtype] == [np.int32] * 3
+
+
+def test_an_output_that_cannot_be_made_fails_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine()
+    build = engine._outputs.build
+
+    def faulty(state: Any, now: float) -> Any:
+        if state.request.request_id.startswith("bad"):
+            raise ZeroDivisionError
+        return build(state, now)
+
+    monkeypatch.setattr(engine._outputs, "build", faulty)
+    engine.submit(request("bad", [1], max_tokens=2))
+    engine.submit(Request("bad stream", [2], SamplingParams(temperature=0, max_tokens=5), stream=True))
+    engine.submit(request("good", [3], max_tokens=2))
+    outputs = finish_all(engine)
+    assert isinstance(outputs["bad"].error, StepError)
+    assert isinstance(outputs["bad stream"].error, StepError)
+    assert outputs["good"].error is None
+    assert len(outputs["good"].outputs[0].token_ids) == 2
+
+
+def test_a_stream_without_a_tokenizer_has_news_of_every_token() -> None:
+    engine = scripted_engine()
+    engine.submit(Request("a", [1], SamplingParams(temperature=0, max_tokens=5), stream=True))
+    lengths = []
+    while engine.num_unfinished:
+        lengths += [len(output.outputs[0].token_ids) for output in engine.step()]
+    assert lengths == [1, 2, 3, 4, 5]

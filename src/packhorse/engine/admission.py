@@ -68,6 +68,7 @@ class Admission:
                 stop_ids=np.array(sorted(set(stop_ids)), dtype=np.int32),
                 key=stream_key(seed, index),
                 text=self._text_stream(request),
+                stream=request.stream,
                 priority=request.priority,
                 expected_len=len(prompt) if params.max_tokens is None else end,
             )

@@ -21,13 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
 
 from packhorse.engine.engine import Engine
-from packhorse.engine.outputs import CompletionOutput, RequestOutput
+from packhorse.engine.output_stream import Mailbox, OutputStream, Reply, call_in, wake_all
+from packhorse.engine.outputs import RequestOutput
 from packhorse.engine.request import Request
 from packhorse.engine.stats import EngineStats
 from packhorse.errors import ConfigError, Draining, PackhorseError, QueueFull, StepError
@@ -44,54 +43,6 @@ RETRY_PAUSE = 1.0
 CLOSED = "The engine is closed."
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class OutputStream:
-    """The outputs of one request, an async iterator that ends after the finished one.
-
-    A request with `stream=True` gives news as it grows; who reads slowly misses intermediate outputs, never text: each
-    holds everything so far. A request that failed ends with an output that carries the `error`; nothing is raised.
-
-    Read it in the event loop that submitted. Whoever stops reading aborts the request: by cancellation while it waits
-    for the next output, by `aclose`, or by dropping the stream.
-    """
-
-    def __init__(self, mailbox: _Mailbox, leave: Callable[[_Mailbox], None]) -> None:
-        self._mailbox = mailbox
-        self._leave = leave
-        self._over = False
-
-    @property
-    def request_id(self) -> str:
-        return self._mailbox.request.request_id
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._over:
-            raise StopAsyncIteration
-        try:
-            output = await self._mailbox.take()
-        except BaseException:
-            self._abandon()
-            raise
-        self._over = output.finished
-        return output
-
-    async def aclose(self) -> None:
-        """Abort the request unless it is finished. Does not wait for it; `contextlib.aclosing` calls it."""
-        self._abandon()
-
-    def __del__(self) -> None:
-        self._abandon()
-
-    def _abandon(self) -> None:
-        if not self._over:
-            self._over = True
-            self._leave(self._mailbox)
 
 
 class AsyncEngine:
@@ -147,14 +98,14 @@ class AsyncEngine:
         self._reported = False
 
         # The engine thread's own.
-        self._arrivals: deque[_Mailbox] = deque()
-        self._mailboxes: dict[str, _Mailbox] = {}  # of requests that the engine has
+        self._arrivals: deque[Mailbox] = deque()
+        self._mailboxes: dict[str, Mailbox] = {}  # of requests that the engine has
         self._fresh = False  # somebody was taken in since the last step
         self._moved = False  # the last step changed something
-        self._doomed: tuple[PackhorseError, list[_Mailbox]] | None = None  # must have ended after the next step
+        self._doomed: tuple[PackhorseError, list[Mailbox]] | None = None  # must have ended after the next step
         self._failing = False  # the last step raised
         self._drain_deadline = math.inf
-        self._drains: list[_Reply[None]] = []
+        self._drains: list[Reply[None]] = []
 
     def start(self) -> None:
         """Start the threads. Raises RuntimeError the second time."""
@@ -179,7 +130,7 @@ class AsyncEngine:
         Raises InvalidRequest or ContextLengthExceeded for one that can never run, QueueFull when too many wait,
         Draining after `drain` or `close`, StepError when the engine thread has died, RuntimeError before `start`.
         """
-        mailbox = _Mailbox(request, asyncio.get_running_loop())
+        mailbox = Mailbox(request, asyncio.get_running_loop())
         with self._lock:
             self._check_open()
             if self._surely_full(mailbox.num_sequences):
@@ -211,7 +162,7 @@ class AsyncEngine:
         timeout: seconds from now; what is not finished by then ends with a Draining error. None: no limit. A later
         call may shorten the time, not lengthen it. It cannot return while a step hangs.
         """
-        reply: _Reply[None] = _Reply(asyncio.get_running_loop())
+        reply: Reply[None] = Reply(asyncio.get_running_loop())
         deadline = math.inf if timeout is None else self._clock() + timeout
         with self._lock:
             self._accepting = False
@@ -301,7 +252,7 @@ class AsyncEngine:
     def _queue_full(self) -> QueueFull:
         return QueueFull(f"The queue is full: no more than {self._max_waiting} sequences may wait. Try again later.")
 
-    def _leave(self, mailbox: _Mailbox) -> None:
+    def _leave(self, mailbox: Mailbox) -> None:
         """Nobody reads this stream any more. Takes no lock: the collector may call it inside of one."""
         self._inbox.put(partial(self._drop, mailbox))
         self._freed = True
@@ -393,7 +344,7 @@ class AsyncEngine:
             return True
         return stats.num_waiting + num_sequences <= self._max_waiting
 
-    def _submit(self, mailbox: _Mailbox) -> Exception | None:
+    def _submit(self, mailbox: Mailbox) -> Exception | None:
         request = mailbox.request
         try:
             self._engine.submit(request)
@@ -405,7 +356,7 @@ class AsyncEngine:
             self._abort(request.request_id)
         return None
 
-    def _settle(self, mailbox: _Mailbox, refusal: Exception | None) -> None:
+    def _settle(self, mailbox: Mailbox, refusal: Exception | None) -> None:
         """Tell the submitter."""
         with self._lock:
             self._queued -= mailbox.num_sequences
@@ -424,7 +375,7 @@ class AsyncEngine:
                 log.exception("An abort raised; every request under way fails with it.")
                 self._fail_all(error)
 
-    def _drop(self, mailbox: _Mailbox) -> None:
+    def _drop(self, mailbox: Mailbox) -> None:
         """Nobody reads it any more. Not by its id alone: a refused request may share that with one under way."""
         if mailbox in self._arrivals:
             self._arrivals.remove(mailbox)
@@ -432,7 +383,7 @@ class AsyncEngine:
         elif self._mailboxes.get(mailbox.request.request_id) is mailbox:
             self._abort(mailbox.request.request_id)
 
-    def _begin_drain(self, deadline: float, reply: _Reply[None]) -> None:
+    def _begin_drain(self, deadline: float, reply: Reply[None]) -> None:
         self._drain_deadline = min(self._drain_deadline, deadline)
         self._drains.append(reply)
 
@@ -495,7 +446,7 @@ class AsyncEngine:
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
         """Put outputs into their mailboxes, and wake each event loop that has news once."""
-        news: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:  # given up already
@@ -505,7 +456,7 @@ class AsyncEngine:
             if mailbox.put(output):
                 news.setdefault(mailbox.loop, []).append(mailbox)
         for loop, mailboxes in news.items():
-            if not _call(loop, _wake, mailboxes):
+            if not call_in(loop, wake_all, mailboxes):
                 for mailbox in mailboxes:
                     self._abort(mailbox.request.request_id)
 
@@ -522,94 +473,6 @@ class AsyncEngine:
             self._answer_drains()
         finally:
             self._ended.set()
-
-
-class _Reply(Generic[T]):
-    """One value from the engine thread to whoever awaits it in its event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._future: asyncio.Future[T] = loop.create_future()
-
-    async def wait(self) -> T:
-        return await self._future
-
-    def give(self, value: T) -> bool:
-        """From any thread. False when the event loop is closed."""
-        return _call(self._loop, self._set, value)
-
-    def _set(self, value: T) -> None:
-        if not self._future.done():  # cancelled
-            self._future.set_result(value)
-
-
-class _Mailbox:
-    """Where the engine thread leaves what a stream reads.
-
-        engine thread    put: newest ◄─ output;  notified? no: set it, and have the loop woken
-        event loop       wake: notified is cleared, then the reader, if there is one, takes `newest`
-
-    At most one wake-up is under way for each mailbox, however slow its loop is.
-    """
-
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self.request = request
-        self.loop = loop
-        self.num_sequences = 1 if request.params.greedy else request.params.n
-        self.refusal: _Reply[Exception | None] = _Reply(loop)
-        self.aborted = False  # before it was taken in
-        self._newest: deque[RequestOutput] = deque(maxlen=1)
-        self._last: RequestOutput | None = None
-        self._notified = False
-        self._event = asyncio.Event()
-
-    def put(self, output: RequestOutput) -> bool:
-        """True when the event loop must be told to `wake`. An output that nobody has taken gives way."""
-        self._last = output
-        self._newest.append(output)
-        told, self._notified = self._notified, True
-        return not told
-
-    def failed(self, error: PackhorseError) -> RequestOutput:
-        """The request's end when the engine cannot make one: what was handed over last, with the error."""
-        if self._last is not None:
-            choices = [replace(c, finish_reason=c.finish_reason or "error") for c in self._last.outputs]
-            return replace(self._last, outputs=choices, finished=True, error=error)
-        request = self.request
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=[int(i) for i in request.prompt_token_ids],
-            outputs=[CompletionOutput(i, "", [], finish_reason="error") for i in range(request.params.n)],
-            finished=True,
-            error=error,
-        )
-
-    def wake(self) -> None:
-        """In the event loop."""
-        self._notified = False
-        self._event.set()
-
-    async def take(self) -> RequestOutput:
-        """The newest output that was not taken yet, once there is one."""
-        while not self._newest:
-            self._event.clear()
-            await self._event.wait()
-        return self._newest.popleft()
-
-
-def _wake(mailboxes: list[_Mailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.wake()
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> bool:
-    """Have the event loop call a function; False when it is closed."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _nothing() -> None:

@@ -278,15 +278,13 @@ class Engine:
         if token in sequence.stop_ids:
             self._finish(sequence, "stop", token)
             return
-        if sequence.text is None:
-            return
-        generated = int(self._table.num_tokens[row]) - sequence.prompt_len
-        sequence.text.push(token, stops_active=generated > sequence.params.min_tokens)
-        if sequence.text.matched is not None:
-            self._finish(sequence, "stop", sequence.text.matched)
-        state = self._states[sequence.request_id]
-        if state.request.stream:
-            self._news[sequence.request_id] = state
+        if sequence.text is not None:
+            generated = int(self._table.num_tokens[row]) - sequence.prompt_len
+            sequence.text.push(token, stops_active=generated > sequence.params.min_tokens)
+            if sequence.text.matched is not None:
+                self._finish(sequence, "stop", sequence.text.matched)
+        if sequence.stream:
+            self._news[sequence.request_id] = self._states[sequence.request_id]
 
     def _finish_ended(self, rows: Int32, tokens: Int32) -> None:
         table = self._table
@@ -366,8 +364,21 @@ class Engine:
                 del self._states[request_id]
                 self._count_finished(state, now)
             if state.finished or state.request.stream:
-                outputs.append(self._outputs.build(state, now))
+                outputs += self._outputs_of(state, now)
         return outputs
+
+    def _outputs_of(self, state: RequestState, now: float) -> list[RequestOutput]:
+        """The request's output; should it be impossible to make, that is this request's error and nobody else's."""
+        try:
+            return [self._outputs.build(state, now)]
+        except Exception as error:
+            failure = StepError(f"The output of the request could not be made: {error!r}.")
+            if not state.finished:
+                self._fail([s for s in state.sequences if not s.finished], failure)
+                return []  # it comes with the next step
+            request = state.request
+            ids = [int(i) for i in request.prompt_token_ids]
+            return [RequestOutput(request.request_id, request.prompt, ids, [], finished=True, error=failure)]
 
     def _count_finished(self, state: RequestState, now: float) -> None:
         counters, reasons = self._counters, [s.finish_reason for s in state.sequences]

@@ -25,8 +25,8 @@ class Sequence:
 
     tokens: int32[n], prompt and output, while it is not running. prompt_len, end: tokens of the prompt, and the most
     it may have in all. stop_ids: what ends it, eos included unless ignored. key: of its random numbers. text: only
-    when text is needed while it runs. priority: 0 is usual, lower goes first. expected_len: tokens it will have at
-    most as far as the request says, for grouping by length.
+    when text is needed while it runs. stream: each of its tokens is news. priority: 0 is usual, lower goes first.
+    expected_len: tokens it will have at most as far as the request says, for grouping by length.
 
     Kept by the scheduler: arrival_time (seconds), order (urgency: the smallest first), bucket and waiting (its place
     in the waiting queue), in_batch (it has a seat in a batch of the policy).
@@ -41,6 +41,7 @@ class Sequence:
     stop_ids: Int32
     key: int
     text: TextStream | None = None
+    stream: bool = False
     priority: int = 0
     expected_len: int = 0
     arrival_time: float = 0.0

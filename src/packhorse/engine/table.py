@@ -101,6 +101,7 @@ def _is_plain(sequence: Sequence) -> bool:
     params = sequence.params
     return (
         sequence.text is None
+        and not sequence.stream
         and not params.has_penalties
         and not params.logit_bias
         and params.min_tokens == 0
