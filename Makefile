@@ -52,6 +52,7 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks.limits
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.scheduling
 	$(BIN)/python -m benchmarks.peers --only packhorse --rounds 1
 
 bench-peers: setup

@@ -25,11 +25,16 @@ class LLM:
     """One model, ready to generate.
 
     model: a pack's folder, or a source (Hugging Face folder or hub id, .gguf file, alias), which is converted once
-    into the cache directory. settings: those of EngineConfig, such as max_num_seqs=32; they override packhorse.toml.
+    into the cache directory; default the setting model_path. settings: those of EngineConfig, such as
+    max_num_seqs=32; they override packhorse.toml. Raises ConfigError for settings, and what `load_model` raises.
     """
 
-    def __init__(self, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> None:
-        self._loaded: LoadedModel = load_model(model, load_config(settings), progress)
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **settings: Any) -> None:
+        config = load_config(settings)
+        named = model if model is not None else config.model_path
+        if named is None:
+            raise ConfigError("No model is named: give one, or set model_path in packhorse.toml.", param="model_path")
+        self._loaded: LoadedModel = load_model(named, config, progress)
         self._numbers = itertools.count()
         self._busy = False
 

@@ -80,6 +80,24 @@ def test_a_failing_request_does_not_spoil_its_neighbours(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
 
 
+def test_warm_up_requests_leave_no_trace_in_statistics_or_cache(pack: Path) -> None:
+    stats = LLM(pack, num_blocks=256, warmup_requests=3).engine.stats()
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens, dict(stats.finished)) == (0, 0, 0, {})
+    assert (stats.blocks_used, stats.blocks_cached, stats.request_latency.count) == (0, 0, 0)
+
+
+def test_the_cache_is_sized_by_the_memory_that_is_free_when_nothing_is_said(pack: Path) -> None:
+    llm = LLM(pack, max_num_seqs=2, max_model_len=512)
+    assert llm.engine.stats().blocks_total == 2 * 512 // 16
+    assert llm.generate("The sky is", GREEDY)[0].error is None
+
+
+def test_the_model_may_be_named_in_the_settings(pack: Path) -> None:
+    assert LLM(model_path=str(pack), num_blocks=16).generate("The sky is", GREEDY)[0].error is None
+    with pytest.raises(ConfigError, match="model_path"):
+        LLM(num_blocks=16)
+
+
 def test_prompts_and_parameters_must_match_in_number(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="2 prompts and 1 sampling parameters"):
         llm.generate(["a", "b"], [GREEDY])
