@@ -79,7 +79,10 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Blocks of the cache. Default: by free memory, see memory_utilization."
     )
     memory_utilization: float = Field(
-        0.75, gt=0, le=1, description="Share of the memory that is really free to use for weights and cache."
+        0.75,
+        gt=0,
+        le=1,
+        description="Share of the memory that is free beside weights and activations to use for the cache.",
     )
     kv_dtype: Literal["fp32"] = Field("fp32", description="Numbers in the cache; there is only fp32 so far.")
     precision: Literal["fp32"] = Field(
