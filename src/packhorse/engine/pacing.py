@@ -8,8 +8,11 @@ SMOOTHING = 0.2
 ALARM = 0.5
 """Weight of a prefill token's cost that is above its average: a prompt's later chunks cost more than its first ones."""
 
-LEAST_TOKENS = 16
-"""A prefill always gets that many, so that it ends."""
+MARGIN = 0.6
+"""Part of the room that is planned for: steps of the same size differ, and the limit is for all of them."""
+
+LEAST_TOKENS = 8
+"""A prefill always gets that many, so that it ends, and otherwise a multiple of it."""
 
 
 class PrefillPacer:
@@ -20,7 +23,7 @@ class PrefillPacer:
     """
 
     def __init__(self, max_stall: float) -> None:
-        self._room = max_stall - 1
+        self._room = MARGIN * (max_stall - 1)
         self._decode: float | None = None
         self._token: float | None = None
 
@@ -28,7 +31,8 @@ class PrefillPacer:
         """Prefill tokens for the next step, if sequences decode in it."""
         if self._decode is None or self._token is None:
             return LEAST_TOKENS
-        return max(LEAST_TOKENS, int(self._room * self._decode / self._token))
+        # Whole multiples, so that few shapes of steps occur: a runner has to prepare for each new one.
+        return max(1, int(self._room * self._decode / self._token) // LEAST_TOKENS) * LEAST_TOKENS
 
     def step(self, seconds: float, *, decode_tokens: int, prefill_tokens: int) -> None:
         """A step took `seconds` for so many tokens of either kind."""
