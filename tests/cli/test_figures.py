@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from packhorse.cli.figures import duration, report_lines, report_title, seconds
-from packhorse.cli.progress import PLAIN_SECONDS, PlainDisplay, seconds_left, status_line
+from packhorse.cli.figures import duration, report_lines, report_title, seconds, seconds_left
+from packhorse.cli.progress import PLAIN_SECONDS, PlainDisplay, status_line
 from packhorse.jobs.report import JobProgress, JobReport
 from packhorse.jobs.serving import Serving
 from tests.support.scripted import FakeClock

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from packhorse.jobs.report import JobReport
+from packhorse.jobs.report import JobProgress, JobReport
 from packhorse.jobs.serving import Serving
 
 QUEUED_SECONDS = 0.01
 """Nobody wants to read of shorter waits in the queue."""
+
+_STAGES = {
+    "reading": "Reading the input",
+    "loading": "Loading the model",
+    "checking": "Checking every line",
+    "running": "Running",
+    "sorting": "Putting results in order",
+}
 
 _SIGNALS = {2: "Ctrl-C", 15: "SIGTERM"}
 
@@ -96,3 +104,36 @@ def report_lines(report: JobReport) -> list[str]:
     """The report as plain lines."""
     rows = [f"  {name:<17}{value}" for name, value in report_rows(report)]
     return [report_title(report), *rows, *(f"  note: {note}" for note in report.notes)]
+
+
+def serving_figures(figures: Serving) -> list[tuple[str, str]]:
+    """What there is to say so far: short names and values, p50 and p95 of latencies."""
+    found = []
+    for name, p50, p95 in (
+        ("queue", figures.queue_p50_s, figures.queue_p95_s),
+        ("TTFT", figures.ttft_p50_s, figures.ttft_p95_s),
+        ("ITL", figures.itl_p50_s, figures.itl_p95_s),
+    ):
+        if p50 is not None and p95 is not None and (name != "queue" or p95 >= QUEUED_SECONDS):
+            found.append((name, f"{seconds(p50)}/{seconds(p95)}"))
+    if figures.prefix_hit_rate:
+        found.append(("prefix hits", f"{figures.prefix_hit_rate:.0%}"))
+    if figures.preemptions:
+        found.append(("preemptions", count(figures.preemptions)))
+    return found
+
+
+def cache_share(progress: JobProgress) -> float:
+    return progress.blocks_used / progress.blocks_total if progress.blocks_total else 0.0
+
+
+def seconds_left(progress: JobProgress) -> float | None:
+    """By the pace of this start; None before its first results."""
+    finished = progress.done - progress.kept
+    if finished <= 0 or progress.elapsed <= 0:
+        return None
+    return (progress.total - progress.done) * progress.elapsed / finished
+
+
+def stage_name(stage: str) -> str:
+    return _STAGES[stage]

@@ -11,8 +11,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from packhorse.cli.figures import count, duration, rate, report_rows, report_title
-from packhorse.cli.progress import cache_share, seconds_left, serving_figures, stage_name
+from packhorse.cli.figures import (
+    cache_share,
+    count,
+    duration,
+    rate,
+    report_rows,
+    report_title,
+    seconds_left,
+    serving_figures,
+    stage_name,
+)
 from packhorse.jobs.report import JobProgress, JobReport
 
 

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from packhorse.cli.figures import QUEUED_SECONDS, count, duration, rate, report_lines, seconds
+from packhorse.cli.figures import (
+    cache_share,
+    count,
+    duration,
+    rate,
+    report_lines,
+    seconds_left,
+    serving_figures,
+    stage_name,
+)
 from packhorse.jobs.report import JobProgress, JobReport
-from packhorse.jobs.serving import Serving
 
 PLAIN_SECONDS = 5.0
-
-_STAGES = {
-    "reading": "Reading the input",
-    "loading": "Loading the model",
-    "checking": "Checking every line",
-    "running": "Running",
-    "sorting": "Putting results in order",
-}
 
 
 class Display(Protocol):
@@ -58,7 +58,7 @@ class PlainDisplay:
     def on_progress(self, progress: JobProgress) -> None:
         if progress.stage != self._stage:
             self._stage = progress.stage
-            self._say(f"{_STAGES[progress.stage]} …")
+            self._say(f"{stage_name(progress.stage)} …")
         elif progress.stage == "running" and self._clock() - self._said_at >= PLAIN_SECONDS:
             self._say(status_line(progress))
 
@@ -90,36 +90,3 @@ def status_line(progress: JobProgress) -> str:
     ]
     left = seconds_left(progress)
     return ", ".join([*parts, f"{duration(left)} left"] if left is not None else parts)
-
-
-def serving_figures(figures: Serving) -> list[tuple[str, str]]:
-    """What there is to say so far: short names and values, p50 and p95 of latencies."""
-    found = []
-    for name, p50, p95 in (
-        ("queue", figures.queue_p50_s, figures.queue_p95_s),
-        ("TTFT", figures.ttft_p50_s, figures.ttft_p95_s),
-        ("ITL", figures.itl_p50_s, figures.itl_p95_s),
-    ):
-        if p50 is not None and p95 is not None and (name != "queue" or p95 >= QUEUED_SECONDS):
-            found.append((name, f"{seconds(p50)}/{seconds(p95)}"))
-    if figures.prefix_hit_rate:
-        found.append(("prefix hits", f"{figures.prefix_hit_rate:.0%}"))
-    if figures.preemptions:
-        found.append(("preemptions", count(figures.preemptions)))
-    return found
-
-
-def cache_share(progress: JobProgress) -> float:
-    return progress.blocks_used / progress.blocks_total if progress.blocks_total else 0.0
-
-
-def seconds_left(progress: JobProgress) -> float | None:
-    """By the pace of this start; None before its first results."""
-    finished = progress.done - progress.kept
-    if finished <= 0 or progress.elapsed <= 0:
-        return None
-    return (progress.total - progress.done) * progress.elapsed / finished
-
-
-def stage_name(stage: str) -> str:
-    return _STAGES[stage]
