@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +16,7 @@ from packhorse.config import EngineConfig
 from packhorse.errors import SourceError
 from packhorse.jobs.job import JobModel
 from tests.jobs.scripted import Bench, prompt, scripted_model
+from tests.support.terminal import seen_in_terminal
 
 HELP = """
 import sys
@@ -272,22 +271,6 @@ main()
 
 def test_a_terminal_gets_a_live_panel_and_a_table(bench: Bench) -> None:
     bench.write(*[prompt("a", max_tokens=200) for _ in range(300)])
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", LIVE, str(bench.input), str(bench.output)]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    seen = b""
-    while True:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    os.close(ours)
-    assert process.wait() == 0
-    text = seen.decode()
+    text = seen_in_terminal([sys.executable, "-c", LIVE, str(bench.input), str(bench.output)])
     for words in ("/300 done", "running", "waiting", "of its blocks", "tok/s", "300 ok, 0 failed, of 300"):
         assert words in text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +21,7 @@ from packhorse.pack.manifest import FileRecord, Manifest, ModelSource, Parity
 from packhorse.pack.source import sha256_of
 from tests.jobs.scripted import Bench, batch, byte_tokenizer, prompt
 from tests.pack.conftest import word_tokenizer
+from tests.support.terminal import seen_in_terminal
 
 CHAT = [{"role": "user", "content": "hello"}]  # <user>hello<assistant>: 22 bytes, a token each
 
@@ -144,23 +143,8 @@ main()
 
 def test_a_terminal_gets_bars(bench: Bench) -> None:
     bench.write(*[prompt("a" * n, max_tokens=4) for n in (1, 30, 30, 30, 30)])
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-c", TERMINAL, str(bench.input)]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    seen = b""
-    while True:
-        try:
-            data = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        seen += data
-    os.close(ours)
-    assert process.wait() == 0
-    bars = [line.count("█") for line in seen.decode().splitlines() if "█" in line]
+    text = seen_in_terminal([sys.executable, "-c", TERMINAL, str(bench.input)])
+    bars = [line.count("█") for line in text.splitlines() if "█" in line]
     assert bars == [10, 40] * 3
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from packhorse.errors import SourceError
 from packhorse.pack.gguf_tokenizer import pre_tokenizer
-from packhorse.pack.load import _load_tokenizer
+from packhorse.pack.load import load_tokenizer
 from packhorse.pack.source import resolve
 
 
 @pytest.fixture(scope="module")
 def smollm() -> Any:
-    return _load_tokenizer(resolve("smollm2-135m-instruct"))
+    return load_tokenizer(resolve("smollm2-135m-instruct"))
 
 
 @pytest.mark.slow

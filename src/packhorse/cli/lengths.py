@@ -96,24 +96,17 @@ def _tokenizer_of_source(model: str, escape_control_tokens: bool) -> tuple[Token
 
     source = resolve(model)
     try:
-        import transformers
-
         from packhorse.pack import load
     except ImportError as error:
         raise SourceError(
             f"Reading the tokenizer of {model} needs {error.name}: pip install 'packhorse[convert]', or give a pack."
         ) from error
-    gguf = {"gguf_file": source.gguf} if source.gguf else {}
-    try:
-        with load._quiet():
-            settings = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, **gguf)
-    except Exception as error:  # the library raises many kinds
-        raise SourceError(f"{source.name} has no configuration that can be read: {error}") from error
+    config = load.load_config(source)
     with tempfile.TemporaryDirectory() as scratch:
-        record, template = tokenizer_files.write(load._load_tokenizer(source), Path(scratch))
+        record, template = tokenizer_files.write(load.load_tokenizer(source), Path(scratch))
         files = Manifest.model_construct(tokenizer=record, chat_template=template)
         tokenizer = Tokenizer.from_pack(Path(scratch), files, escape_control_tokens=escape_control_tokens)
-    return tokenizer, load.context_length(settings.get_text_config())
+    return tokenizer, load.context_length(config.get_text_config())
 
 
 def _bad_lines(found: FileLengths) -> list[str]:

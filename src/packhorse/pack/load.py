@@ -48,7 +48,7 @@ def load(source: Source, *, allow_pickle: bool = False, with_tokenizer: bool = T
     if source.gguf is None:
         _check_config(source)
     model = _load_model(source, allow_pickle)
-    tokenizer = _load_tokenizer(source) if with_tokenizer else None
+    tokenizer = load_tokenizer(source) if with_tokenizer else None
     return describe(model, tokenizer)
 
 
@@ -147,7 +147,18 @@ def _load_model(source: Source, allow_pickle: bool) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _load_tokenizer(source: Source) -> Any:
+def load_config(source: Source) -> Any:
+    """The source's configuration without its weights. Raises SourceError when it cannot be read."""
+    options = {"gguf_file": source.gguf} if source.gguf else {}
+    try:
+        with _quiet():
+            return transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True, **options)
+    except Exception as error:
+        raise SourceError(f"{source.name} has no configuration that can be read: {error}") from error
+
+
+def load_tokenizer(source: Source) -> Any:
+    """The source's fast tokenizer, without padding or truncation. Raises SourceError when there is none."""
     options = {"gguf_file": source.gguf} if source.gguf else {}
     try:
         with _quiet():

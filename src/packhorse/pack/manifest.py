@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from packhorse.errors import PackError
 
-FORMAT = "packhorse-pack"
 FORMAT_VERSION = 1
 
 DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "bool", "int8", "uint8"]

@@ -39,17 +39,16 @@ class MicroBatchRunner:
     def run(self, batch: StepBatch) -> Float32:
         """Logits float32[R, V] of all parts together."""
         size = -(-len(batch.ids) // self._passes)
-        if size == len(batch.ids):
-            return self._or_halved(batch)
-        logits = np.empty((len(batch.rows), self.vocab_size), dtype=np.float32)
-        self._each_part(batch, size, self._or_halved, logits)
-        return logits
+        return self._or_halved(batch) if size == len(batch.ids) else self._in_parts(batch, size, self._or_halved)
 
-    def _each_part(self, batch: StepBatch, size: int, run: Callable[[StepBatch], Float32], logits: Float32) -> None:
+    def _in_parts(self, batch: StepBatch, size: int, run: Callable[[StepBatch], Float32]) -> Float32:
+        """Parts of `size` tokens, one after another; their logits are gathered, for a runner reuses its own."""
+        logits = np.empty((len(batch.rows), self.vocab_size), dtype=np.float32)
         for begin in range(0, len(batch.ids), size):
             end = min(begin + size, len(batch.ids))
             first, last = np.searchsorted(batch.rows, (begin, end))
             logits[first:last] = run(part(batch, begin, end))
+        return logits
 
     def _or_halved(self, batch: StepBatch) -> Float32:
         try:
@@ -58,9 +57,7 @@ class MicroBatchRunner:
             if len(batch.ids) == 1:
                 raise
             self.halvings += 1
-            logits = np.empty((len(batch.rows), self.vocab_size), dtype=np.float32)
-            self._each_part(batch, -(-len(batch.ids) // 2), self._runner.run, logits)
-            return logits
+            return self._in_parts(batch, -(-len(batch.ids) // 2), self._runner.run)
 
 
 def part(batch: StepBatch, begin: int, end: int) -> StepBatch:
