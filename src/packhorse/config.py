@@ -1,25 +1,36 @@
-"""Settings of an engine: one model, the same names on the command line, in `packhorse.toml` and in code."""
+"""Settings of an engine and of a server: the same names on the command line, in `packhorse.toml` and in code."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from packhorse.errors import ConfigError
 
 CONFIG_FILE = "packhorse.toml"
+SERVER_TABLE = "server"
 
 
-class EngineConfig(BaseModel):
-    """How one model is run. A bad value raises ConfigError that names the setting.
+class Settings(BaseModel):
+    """Named values with a description each, which help texts and docs/settings.md repeat.
 
-    The descriptions below are what `packhorse run --help` and docs/settings.md say.
+    A bad value raises ConfigError that names the setting.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise _refusal(error, type(self)) from None
+
+
+class EngineConfig(Settings):
+    """How one model is run."""
 
     model_path: str | None = Field(None, description="The model where none is named: a pack, or what is made into one.")
     policy: Literal["continuous", "dynamic", "static"] = Field(
@@ -97,12 +108,6 @@ class EngineConfig(BaseModel):
     escape_control_tokens: bool = Field(True, description="Control tokens typed in a chat message stay text.")
     use_triton: bool = Field(False, description="Serve through Triton: not there yet.")
 
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise _refusal(error) from None
-
     @field_validator("block_size")
     @classmethod
     def _whole_vectors(cls, block_size: int) -> int:
@@ -137,15 +142,54 @@ class EngineConfig(BaseModel):
         return self
 
 
+class ServerConfig(Settings):
+    """How the engine is served over HTTP."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="The address to listen on; 0.0.0.0 for all of them.")
+    port: int = Field(8000, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
+    served_model_name: tuple[str, ...] = Field(
+        (), description="A name that requests may call the model; the first is reported. Default: the pack's."
+    )
+    max_waiting: int = Field(
+        256, ge=0, le=1 << 20, description="Sequences that may wait for a place; more are answered with 429."
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, le=1 << 30, description="Bytes a request's body may have.")
+    strict_fields: bool = Field(False, description="Unknown fields of a body are refused, not ignored with a warning.")
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
+_S = TypeVar("_S", bound=Settings)
+
+
 def load_config(overrides: dict[str, Any], file: Path | None = None) -> EngineConfig:
     """Settings from `file` (default: packhorse.toml in the working directory, if there), then `overrides` over them.
 
     Overrides that are None do not count. Raises ConfigError for an unreadable file or an unknown or bad setting.
     """
-    settings = _read_toml(file) if file is not None else {}
-    if file is None and Path(CONFIG_FILE).is_file():
-        settings = _read_toml(Path(CONFIG_FILE))
-    return EngineConfig(**settings | {name: value for name, value in overrides.items() if value is not None})
+    settings = {name: value for name, value in _file_settings(file).items() if name != SERVER_TABLE}
+    return _over(EngineConfig, settings, overrides)
+
+
+def load_server_config(overrides: dict[str, Any], file: Path | None = None) -> ServerConfig:
+    """The same for the file's table `[server]`."""
+    settings = _file_settings(file).get(SERVER_TABLE, {})
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{SERVER_TABLE} must be a table of settings: [{SERVER_TABLE}].", param=SERVER_TABLE)
+    return _over(ServerConfig, settings, overrides)
+
+
+def _over(kind: type[_S], settings: dict[str, Any], overrides: dict[str, Any]) -> _S:
+    return kind(**settings | {name: value for name, value in overrides.items() if value is not None})
+
+
+def _file_settings(file: Path | None) -> dict[str, Any]:
+    if file is not None:
+        return _read_toml(file)
+    return _read_toml(Path(CONFIG_FILE)) if Path(CONFIG_FILE).is_file() else {}
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -155,11 +199,11 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _refusal(error: ValidationError) -> ConfigError:
+def _refusal(error: ValidationError, kind: type[Settings]) -> ConfigError:
     first = error.errors(include_url=False)[0]
     setting = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
-        known = ", ".join(EngineConfig.model_fields)
+        known = ", ".join(kind.model_fields)
         return ConfigError(f"{setting} is not a setting. Settings: {known}.", param=setting)
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "literal_error":

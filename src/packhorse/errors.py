@@ -54,6 +54,20 @@ class UnsupportedEndpoint(InvalidRequest):
     code = "unsupported_endpoint"
 
 
+class BodyTooLarge(InvalidRequest):
+    """A request's body has more bytes than the server takes."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """A request's body is not JSON by its own account."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
 class ConfigError(PackhorseError):
     """A setting is wrong, alone or beside another."""
 
@@ -130,3 +144,10 @@ class Draining(PackhorseError):
 
     status = 503
     code = "draining"
+
+
+class NotReady(PackhorseError):
+    """The server has no model yet; it answers 503 with a Retry-After header."""
+
+    status = 503
+    code = "not_ready"

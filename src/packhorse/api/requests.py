@@ -6,7 +6,7 @@ body ─► parse_request ─► ApiRequest ─► encode_prompts ─► Prompt 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -27,7 +27,7 @@ from packhorse.api.prompts import (
 )
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from packhorse.errors import InvalidRequest
+from packhorse.errors import InvalidRequest, ModelMismatch
 
 if TYPE_CHECKING:
     from packhorse.text.tokenizer import Tokenizer
@@ -107,6 +107,16 @@ def parse_request(
             code="unknown_parameter",
         )
     return replace(request, unknown_fields=tuple(unknown))
+
+
+def refuse_other_model(asked: object, names: Collection[str]) -> None:
+    """Raises ModelMismatch when a body names a model and it is none of these, which are names of the one loaded."""
+    if isinstance(asked, str) and asked not in names:
+        raise ModelMismatch(
+            f"The model {asked!r} is asked for; loaded is {' or '.join(sorted(names))}. "
+            f"Ask for that, or let it go by the other name with --served-model-name.",
+            param="model",
+        )
 
 
 def tokenize(request: ApiRequest, tokenizer: Tokenizer) -> list[Prompt]:

@@ -13,7 +13,8 @@ from packhorse import __version__
 from packhorse.cli.convert import convert
 from packhorse.cli.lengths import lengths
 from packhorse.cli.run import run
-from packhorse.cli.settings import EngineCommand
+from packhorse.cli.serve import serve
+from packhorse.cli.settings import EngineCommand, ServerCommand
 from packhorse.errors import PackhorseError
 
 
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command("convert")(convert)
 app.command("run", cls=EngineCommand)(run)
+app.command("serve", cls=ServerCommand)(serve)
 app.command("lengths")(lengths)
 
 

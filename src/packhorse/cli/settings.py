@@ -1,4 +1,4 @@
-"""The engine's settings as options of a verb: names, types and help come from EngineConfig and nowhere else."""
+"""Settings as options of a verb: names, types and help come from their classes in `config.py` and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typer.core import TyperCommand
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from packhorse.config import EngineConfig
+    from packhorse.config import EngineConfig, Settings
 
-_PANEL = "Engine: also settings of packhorse.toml, with _ for -"
+_ENGINE_PANEL = "Engine: also settings of packhorse.toml, with _ for -"
+_SERVER_PANEL = "Server: also settings of the table [server] in packhorse.toml"
 
 
 class EngineCommand(TyperCommand):
@@ -25,11 +26,31 @@ class EngineCommand(TyperCommand):
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return [*super().get_params(ctx), *_options()]
+        return [*super().get_params(ctx), *self._options()]
 
     def invoke(self, ctx: Any) -> Any:
-        ctx.obj = {option.name: ctx.params.pop(option.name) for option in _options()}
+        values = {option.name: ctx.params.pop(option.name) for option in self._options()}
+        ctx.obj = {name: None if value in ([], ()) else value for name, value in values.items()}
         return super().invoke(ctx)
+
+    def _options(self) -> list[Any]:
+        from packhorse.config import EngineConfig
+
+        return _options_of(EngineConfig, _ENGINE_PANEL)
+
+
+class ServerCommand(EngineCommand):
+    """The same with the server's settings before those of the engine."""
+
+    def _options(self) -> list[Any]:
+        from packhorse.config import ServerConfig
+
+        return [*_options_of(ServerConfig, _SERVER_PANEL), *super()._options()]
+
+
+def given(settings: type[Settings], options: dict[str, Any]) -> dict[str, Any]:
+    """Of a command's options those that are settings of this class."""
+    return {name: value for name, value in options.items() if name in settings.model_fields}
 
 
 def model_named(config: EngineConfig) -> str:
@@ -42,14 +63,13 @@ def model_named(config: EngineConfig) -> str:
 
 
 @cache
-def _options() -> list[Any]:
+def _options_of(settings: type[Settings], panel: str) -> list[Any]:
     """Typer's own options, made from a function that has a parameter for each setting but the model."""
-    from packhorse.config import EngineConfig
 
     def verb() -> None: ...
 
-    fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model_path"}
-    annotations = {name: _annotation(name, field) for name, field in fields.items()}
+    fields = {name: field for name, field in settings.model_fields.items() if name != "model_path"}
+    annotations = {name: _annotation(name, field, panel) for name, field in fields.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, keyword, default=None, annotation=a) for name, a in annotations.items()]
     verb.__annotations__ = annotations
@@ -59,13 +79,14 @@ def _options() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _annotation(name: str, field: FieldInfo) -> Any:
+def _annotation(name: str, field: FieldInfo, panel: str) -> Any:
     kind = _kind(field.annotation)
     option = name.replace("_", "-")
     flag = [f"--{option}/--no-{option}"] if kind is bool else [f"--{option}"]
-    info = typer.Option(*flag, help=_help(field), metavar=_metavar(kind), rich_help_panel=_PANEL)
-    # Numbers and flags are read by typer; EngineConfig reads the rest itself, and says what is wrong with it.
-    return Annotated[(kind if kind in (bool, int, float) else str) | None, info]
+    info = typer.Option(*flag, help=_help(field), metavar=_metavar(kind), rich_help_panel=panel)
+    # Numbers and flags are read by typer; the settings read the rest themselves, and say what is wrong with it.
+    taken = list[str] if kind == tuple[str, ...] else kind if kind in (bool, int, float) else str
+    return Annotated[taken | None, info]
 
 
 def _kind(annotation: Any) -> Any:
@@ -77,7 +98,7 @@ def _kind(annotation: Any) -> Any:
 def _metavar(kind: Any) -> str | None:
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
-    return "N,N,…" if get_origin(kind) is tuple else None
+    return "N,N,…" if get_origin(kind) is tuple and kind != tuple[str, ...] else None
 
 
 def _help(field: FieldInfo) -> str:
@@ -87,7 +108,7 @@ def _help(field: FieldInfo) -> str:
 
 def default_text(default: Any) -> str:
     """A default as people write it; nothing for None, which the description explains."""
-    if default is None:
+    if default is None or default == ():
         return ""
     if isinstance(default, bool):
         return "yes" if default else "no"

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from packhorse.api.requests import ApiRequest, engine_requests, parse_request, tokenize
+from packhorse.api.requests import ApiRequest, engine_requests, parse_request, refuse_other_model, tokenize
 from packhorse.engine.request import Request
-from packhorse.errors import InvalidRequest, ModelMismatch, PackhorseError
+from packhorse.errors import InvalidRequest, PackhorseError
 from packhorse.jobs.inputs import Entry, fields_of
 from packhorse.jobs.line_requests import CustomId, LineRequest, custom_id_of, read_line
 from packhorse.jobs.records import request_id
@@ -84,7 +84,7 @@ class Preparer:
             return FailedLine(entry.line, custom_id, failure, asked)
 
     def _prepare(self, number: int, custom_id: CustomId, line: LineRequest) -> PreparedLine:
-        self._refuse_other_model(line.body)
+        refuse_other_model(line.body.get("model") if isinstance(line.body, dict) else None, self.names)
         request = parse_request(line.endpoint, line.body, strict_fields=self.strict_fields)
         self._note_unknown(number, (*line.unknown_fields, *request.unknown_fields))
         prompts = tokenize(request, self.tokenizer)
@@ -98,15 +98,6 @@ class Preparer:
                 f"custom_id {custom_id!r} is that of line {first} already: every line needs its own.",
                 param="custom_id",
                 code="duplicate_custom_id",
-            )
-
-    def _refuse_other_model(self, body: Any) -> None:
-        model = body.get("model") if isinstance(body, dict) else None
-        if isinstance(model, str) and model not in self.names:
-            raise ModelMismatch(
-                f"The line asks for the model {model!r}; loaded is {' or '.join(sorted(self.names))}. "
-                f"Change the line, or let the model go by that name with --served-model-name.",
-                param="model",
             )
 
     def _note_unknown(self, line: int, names: tuple[str, ...]) -> None:

@@ -1,0 +1,5 @@
+"""`python -m packhorse`."""
+
+from packhorse.cli.app import main
+
+main()

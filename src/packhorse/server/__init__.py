@@ -1,0 +1,1 @@
+"""The engine behind HTTP: OpenAI's API for one model, in one process."""
