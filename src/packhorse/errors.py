@@ -146,6 +146,20 @@ class Draining(PackhorseError):
     code = "draining"
 
 
+class ReaderTooSlow(PackhorseError):
+    """A stream was not read for so long that its request was ended: the engine waits for nobody, and keeps little."""
+
+    status = 503
+    code = "reader_too_slow"
+
+
+class ClientLeft(PackhorseError):
+    """The client closed its connection; what it asked for was ended, and nobody reads this."""
+
+    status = 499
+    code = "client_left"
+
+
 class NotReady(PackhorseError):
     """The server has no model yet; it answers 503 with a Retry-After header."""
 

@@ -8,9 +8,9 @@ import pytest
 
 from packhorse.api.errors import error_body
 from packhorse.api.requests import engine_requests, parse_request, tokenize
-from packhorse.api.responses import prompt_offsets, response_body
+from packhorse.api.responses import _by_text, prompt_offsets, response_body
 from packhorse.engine.engine import Engine
-from packhorse.engine.outputs import CompletionOutput, RequestOutput
+from packhorse.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from packhorse.errors import ContextLengthExceeded, ModelMismatch, StepError
 from packhorse.text.tokenizer import Tokenizer
 from tests.support.engines import finish_all, scripted_engine
@@ -142,8 +142,49 @@ def test_the_four_lists_of_logprobs_agree_with_each_other_and_the_text(kind: str
     for token, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
         assert token in top
     for place, token in enumerate(found["tokens"]):
-        if "\ufffd" not in token and kind == "byte-level":
+        if not token.startswith("bytes:") and kind == "byte-level":
             assert choice["text"].startswith(token, offsets[place])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_parts_of_a_character_are_told_apart_by_their_bytes(kind: str) -> None:
+    tokenizer = small_tokenizer(kind)
+    said = tokenizer.encode("ざ🎉", add_special_tokens=False)
+    prompt = tokenizer.encode("Hello")
+    params = {"logprobs": 20, "temperature": 0, "max_tokens": len(said)}
+    choice = answer(saying(tokenizer, prompt, said), tokenizer, "completions", {"prompt": "Hello"} | params)["choices"][
+        0
+    ]
+    found = choice["logprobs"]
+    parts = [token for token in found["tokens"] if token.startswith("bytes:")]
+    assert len(parts) >= 7
+    spelled = b"".join(bytes.fromhex(part.removeprefix("bytes:").replace("\\x", "")) for part in parts)
+    assert spelled.decode() == "ざ🎉"
+    for token, top in zip(found["tokens"], found["top_logprobs"], strict=True):
+        assert len(top) in (20, 21)
+        assert token in top
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_the_bytes_of_a_chats_tokens_are_those_of_its_text(kind: str) -> None:
+    tokenizer = small_tokenizer(kind)
+    text = " Hello ざ🎉 wörld"
+    said = tokenizer.encode(text, add_special_tokens=False)
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "logprobs": True,
+        "temperature": 0,
+        "max_tokens": len(said),
+    }
+    choice = answer(saying(tokenizer, prompt, said), tokenizer, "chat", body)["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode().strip() == text.strip()
+
+
+def test_tokens_that_show_alike_are_all_listed() -> None:
+    entry = {5: Logprob(-0.1, 1, "a"), 6: Logprob(-2.0, 2, "a"), 7: Logprob(-3.0, 3, "b")}
+    assert _by_text(entry) == {"a": -0.1, "token_id:6": -2.0, "b": -3.0}
 
 
 def test_scoring_gives_every_token_of_the_prompt_and_nothing_else() -> None:
@@ -179,7 +220,9 @@ def test_chat_logprobs_list_exactly_the_most_probable_tokens() -> None:
         assert entry["logprob"] <= values[0]
     outside = [e for e in entries if e["token"] not in [item["token"] for item in e["top_logprobs"]]]
     assert outside, "at this temperature some chosen token is not among the top three"
-    assert all(e["bytes"] is None or bytes(e["bytes"]).decode() == e["token"] for e in entries)
+    whole = [e for e in entries if not e["token"].startswith("bytes:")]
+    assert whole
+    assert all(bytes(e["bytes"]).decode() == e["token"] for e in whole)
 
 
 def test_prompt_logprobs_stand_beside_the_answer_as_vllm_has_them() -> None:

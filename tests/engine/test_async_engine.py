@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import random
 import subprocess
@@ -21,7 +20,7 @@ from packhorse.engine import async_engine
 from packhorse.engine.async_engine import AsyncEngine
 from packhorse.engine.engine import Engine
 from packhorse.engine.output_stream import OutputStream
-from packhorse.engine.outputs import RequestOutput
+from packhorse.engine.outputs import RequestOutput, joined
 from packhorse.engine.request import Request
 from packhorse.engine.stats import EngineStats
 from packhorse.errors import (
@@ -35,7 +34,7 @@ from packhorse.errors import (
 )
 from tests.support.engines import finish_all, request, runner_of, scripted_engine
 from tests.support.scripted import FakeClock
-from tests.support.stress import Machine, alone, assert_grew, random_params, tokenizer
+from tests.support.stress import Machine, alone, assert_adds, random_params, tokenizer
 
 PATIENCE = 30.0
 """Seconds after which a test that waits for something fails. None waits that long when all is well."""
@@ -107,14 +106,17 @@ async def collect(stream: OutputStream) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
+async def whole(stream: OutputStream) -> RequestOutput:
+    return joined(await collect(stream))
+
+
 async def result(served: AsyncEngine, asked: Request) -> RequestOutput:
-    """The last output; checks those before it."""
+    """All of its news together; checks each."""
     outputs = await collect(await served.submit(asked))
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    for earlier, later in itertools.pairwise(outputs):
-        for old, new in zip(earlier.outputs, later.outputs, strict=True):
-            assert_grew(old, new)
-    return outputs[-1]
+    for count, output in enumerate(outputs):
+        assert_adds(outputs[:count], output)
+    return joined(outputs)
 
 
 def same(found: RequestOutput, asked: Request) -> bool:
@@ -257,7 +259,7 @@ def test_a_refused_request_raises_at_once_and_its_neighbours_go_on() -> None:
             ):
                 with pytest.raises(error):
                     await served.submit(bad)
-            assert same((await collect(good))[-1], asked)
+            assert same(await whole(good), asked)
             assert (await result(served, request("empty", [5], max_tokens=2))).error is None  # the id is free
             assert served.num_refused == 0
 
@@ -286,7 +288,7 @@ def test_a_refused_namesake_leaves_the_first_alone() -> None:
             with pytest.raises(InvalidRequest, match="twin"):
                 await second
             gc.collect()
-            assert same((await collect(first))[-1], asked)
+            assert same(await whole(first), asked)
 
     run(main())
 
@@ -343,7 +345,7 @@ def test_leaving_frees_everything_before_the_next_step(where: str, how: str, n: 
             assert stats.finished == {"abort": 1}
             assert stats.aborted_tokens == stats.generated_tokens
             if how == "abort":
-                last = (await collect(stream))[-1]
+                last = await whole(stream)
                 assert last.finished
                 assert {choice.finish_reason for choice in last.outputs} == {"abort"}
                 assert last.error is None
@@ -420,7 +422,7 @@ def test_a_finished_or_unknown_id_can_be_aborted_without_harm() -> None:
         async with serve(text_engine()) as served:
             asked = request("a", [5], max_tokens=2)
             stream = await served.submit(asked)
-            assert same((await collect(stream))[-1], asked)
+            assert same(await whole(stream), asked)
             served.abort("a")
             served.abort("nobody")
             await stream.aclose()
@@ -549,7 +551,7 @@ def test_a_step_that_raises_elsewhere_fails_who_is_there_and_the_loop_goes_on(
                 engine.fail_all = raising(1, engine.fail_all)  # type: ignore[method-assign]
             gate.open()
             for stream in streams:
-                last = (await collect(stream))[-1]
+                last = await whole(stream)
                 assert isinstance(last.error, StepError)
                 assert "out of luck" in last.error.message
                 assert [choice.finish_reason for choice in last.outputs] == ["error"]
@@ -617,8 +619,8 @@ def test_when_the_thread_dies_nobody_waits_for_it(caplog: pytest.LogCaptureFixtu
             gate.open()
             outputs = await collect(first)
             assert isinstance(outputs[-1].error, StepError)
-            assert len(ids(outputs[-1])) >= 1  # with what it had
-            second = (await collect(await queued))[-1]
+            assert len(ids(joined(outputs))) >= 1  # with what it had
+            second = await whole(await queued)
             assert "died" in str(second.error)
             await draining
             with pytest.raises(StepError, match="died"):
@@ -713,7 +715,7 @@ def test_a_scheduler_that_lets_nobody_in_is_reported() -> None:
                 assert await asyncio.to_thread(called.acquire, timeout=PATIENCE)
                 assert not served.healthy
             engine._scheduler.schedule = schedule  # type: ignore[method-assign]
-            assert (await collect(stream))[-1].error is None
+            assert (await whole(stream)).error is None
             assert served.healthy
 
     run(main())
@@ -739,7 +741,7 @@ def test_a_static_batch_waits_to_be_full_and_that_is_healthy() -> None:
             assert [len(batch.context_lens) for batch in runner.batches] == [2, 2, 2]
             third = await served.submit(request("c", [7], max_tokens=3))
             await served.drain()  # no more will come: it starts alone
-            assert (await collect(third))[-1].error is None
+            assert (await whole(third)).error is None
 
     run(main())
 
@@ -806,7 +808,7 @@ def test_of_20_clients_two_run_four_wait_and_the_rest_is_refused(policy: str) ->
             assert {(error.status, error.code) for error in refused} == {(429, "queue_full")}
             assert served.healthy
             gate.open()
-            ends = [(await collect(stream))[-1] for stream in accepted]
+            ends = [await whole(stream) for stream in accepted]
             by_id = {asked.request_id: asked for asked in requests}
             assert all(same(end, by_id[end.request_id]) for end in ends)
             assert served.stats().finished == {"length": 6}
@@ -884,7 +886,7 @@ def test_a_full_static_queue_starts_the_batch_it_has() -> None:
             accepted, _ = await submitting
             assert len(accepted) == 8  # a batch of four runs, four wait
             gate.open()
-            ends = [(await collect(stream))[-1] for stream in accepted]
+            ends = [await whole(stream) for stream in accepted]
             assert [end.error for end in ends] == [None] * 8
 
     run(main())
@@ -904,7 +906,7 @@ def test_without_a_queue_who_finds_a_place_is_served() -> None:
             accepted, _ = await submitting
             assert len(accepted) == 2
             gate.open()
-            assert all([(await collect(stream))[-1].error is None for stream in accepted])
+            assert all([(await whole(stream)).error is None for stream in accepted])
 
     run(main())
 
@@ -922,7 +924,7 @@ def test_a_hanging_step_does_not_let_the_inbox_grow() -> None:
             assert sum(not task.done() for task in tasks) <= 6
             gate.open()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert (await collect(first))[-1].error is None
+            assert (await whole(first)).error is None
             await served.drain()
 
     run(main())
@@ -1071,7 +1073,7 @@ def test_close_ends_the_thread_and_every_request_and_may_be_repeated() -> None:
         await asyncio.gather(*(asyncio.to_thread(served.close) for _ in range(3)))
         served.close()
         assert not served._thread.is_alive()
-        last = (await collect(running))[-1]
+        last = await whole(running)
         assert isinstance(last.error, Draining)
         with pytest.raises(Draining, match="closed"):
             await queued
@@ -1115,7 +1117,7 @@ def test_an_exception_in_the_block_closes_too() -> None:
         with pytest.raises(ValueError, match="mine"):
             await fail()
         assert not served._thread.is_alive()
-        last = (await collect(streams[0]))[-1]
+        last = await whole(streams[0])
         assert isinstance(last.error, Draining)
 
     run(main())

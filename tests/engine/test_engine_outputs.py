@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from packhorse.engine.engine import Engine
-from packhorse.engine.outputs import CompletionOutput, RequestOutput
+from packhorse.engine.outputs import CompletionOutput, RequestOutput, joined
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import SamplingParams
 from packhorse.text.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def test_a_stop_string_over_several_tokens_never_shows_in_a_stream() -> None:
     line = [token for c in "ABC DEFGHIJ KLM" for token in ids(c)]
     outputs = streamed(spelling(line), stop="DEFGHIJ", max_tokens=50)
     assert all("D" not in output.outputs[0].text for output in outputs)
-    final = outputs[-1].outputs[0]
+    final = joined(outputs).outputs[0]
     assert (final.text, final.finish_reason, final.stop_reason) == ("ABC ", "stop", "DEFGHIJ")
     assert len(final.token_ids) == len("ABC DEFGHIJ")
     assert one(spelling(line), stop="DEFGHIJ", max_tokens=50) == final
@@ -156,23 +156,21 @@ def test_streams_of_several_scripts_in_one_batch_hold_whole_characters() -> None
     final: dict[str, str] = {}
     while engine.num_unfinished:
         for output in engine.step():
-            text = output.outputs[0].text
-            assert text.startswith(final.get(output.request_id, ""))
-            assert texts[int(output.request_id)].startswith(text)
-            final[output.request_id] = text
+            final[output.request_id] = final.get(output.request_id, "") + output.outputs[0].text
+            assert texts[int(output.request_id)].startswith(final[output.request_id])
     assert [final[str(i)] for i in range(4)] == texts
 
 
 def test_the_first_space_of_an_answer_is_kept() -> None:
     line = ids(" world")
     assert one(spelling([*line, IM_END])).text == " world"
-    assert streamed(spelling([*line, IM_END]))[-1].outputs[0].text == " world"
+    assert joined(streamed(spelling([*line, IM_END]))).outputs[0].text == " world"
 
 
 def test_a_stream_has_news_in_every_step_and_ends_once() -> None:
     outputs = streamed(spelling([*ids("one two"), IM_END]), max_tokens=50)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, len(ids("one two")) + 2))
+    assert [output.outputs[0].token_ids for output in outputs] == [[i] for i in [*ids("one two"), IM_END]]
     assert all(output.outputs[0].finish_reason is None for output in outputs[:-1])
 
 
@@ -450,8 +448,8 @@ def test_echo_shows_the_prompts_control_tokens_as_they_stand() -> None:
 def test_echo_streams_the_prompt_first() -> None:
     outputs = streamed(spelling([*ids(" there"), IM_END]), echo=True)
     prompt = TEXT.decode(PROMPT, skip_special_tokens=False)
-    assert all(output.outputs[0].text.startswith(prompt) for output in outputs)
-    assert outputs[-1].outputs[0].text == prompt + " there"
+    assert outputs[0].outputs[0].text.startswith(prompt)
+    assert joined(outputs).outputs[0].text == prompt + " there"
 
 
 def test_text_of_sentencepiece_tokenizers_is_right_too() -> None:

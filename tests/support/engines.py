@@ -6,7 +6,7 @@ from typing import Any
 
 from packhorse.config import EngineConfig
 from packhorse.engine.engine import Engine
-from packhorse.engine.outputs import RequestOutput
+from packhorse.engine.outputs import RequestOutput, joined
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import SamplingParams
 from packhorse.text.tokenizer import Tokenizer
@@ -57,13 +57,12 @@ def request(request_id: str, prompt: list[int], **params: Any) -> Request:
 
 
 def finish_all(engine: Engine, *, max_steps: int = 100_000) -> dict[str, RequestOutput]:
-    """Step until nothing is left, checking integrity after each; every output by its id."""
-    outputs: dict[str, RequestOutput] = {}
+    """Step until nothing is left, checking integrity after each; every request's news together by its id."""
+    news: dict[str, list[RequestOutput]] = {}
     for _ in range(max_steps):
         if not engine.num_unfinished:
-            return outputs
+            return {request_id: joined(some) for request_id, some in news.items()}
         for output in engine.step():
-            if output.finished:
-                outputs[output.request_id] = output
+            news.setdefault(output.request_id, []).append(output)
         engine.check_integrity()
     raise AssertionError(f"{engine.num_unfinished} requests did not finish in {max_steps} steps")

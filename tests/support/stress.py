@@ -16,7 +16,7 @@ import pytest
 from packhorse.config import EngineConfig
 from packhorse.engine.block_pool import ROOT
 from packhorse.engine.engine import Engine
-from packhorse.engine.outputs import CompletionOutput, RequestOutput
+from packhorse.engine.outputs import RequestOutput, joined
 from packhorse.engine.request import Request
 from packhorse.engine.sampling_params import SamplingParams
 from packhorse.errors import ContextLengthExceeded, DeadlineExceeded, OutOfMemory, StepError
@@ -72,9 +72,9 @@ class Machine:
 
 
 def alone(request: Request, max_len: int) -> RequestOutput:
-    """What the request gives by itself, in a cache that is large enough and knows nothing, in one piece."""
+    """What the request gives by itself and at once, in a cache that is large enough and knows nothing, in one piece."""
     engine, _ = Machine(max_model_len=max_len, settings=(("enable_prefix_caching", False),)).engine()
-    engine.submit(replace(request, timeout=None, queue_timeout=None))
+    engine.submit(replace(request, stream=False, timeout=None, queue_timeout=None))
     while True:
         for output in engine.step():
             if output.finished:
@@ -165,7 +165,7 @@ class Stress:
         self.requests: dict[str, Request] = {}
         self.arrivals: dict[str, float] = {}
         self.aborted: set[str] = set()
-        self.shown: dict[str, RequestOutput] = {}
+        self.news: dict[str, list[RequestOutput]] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.troubles: list[Exception | None] = []
         self.raised = self.steps = 0
@@ -281,15 +281,14 @@ class Stress:
         assert output.request_id not in self.finished, "a request came back twice"
         self._look_at_error(request, output)
         assert request.stream or output.finished
-        assert [choice.index for choice in output.outputs] == list(range(request.params.n))
-        earlier = self.shown.get(output.request_id)
-        if earlier is not None:
-            for old, new in zip(earlier.outputs, output.outputs, strict=True):
-                assert_grew(old, new)
-        self.shown[output.request_id] = output
+        news = self.news.setdefault(output.request_id, [])
+        assert_adds(news, output)
+        news.append(output)
         if output.finished:
-            assert all(choice.finish_reason is not None for choice in output.outputs)
-            self.finished[output.request_id] = output
+            whole = joined(news)
+            assert [choice.index for choice in whole.outputs] == list(range(request.params.n))
+            assert all(choice.finish_reason is not None for choice in whole.outputs)
+            self.finished[output.request_id] = whole
 
     def _look_at_error(self, request: Request, output: RequestOutput) -> None:
         if isinstance(output.error, DeadlineExceeded):
@@ -311,13 +310,17 @@ class Stress:
                 assert choice == whole
 
 
-def assert_grew(old: CompletionOutput, new: CompletionOutput) -> None:
-    """What was shown is not changed, only added to."""
-    assert new.token_ids[: len(old.token_ids)] == old.token_ids
-    assert new.text.startswith(old.text)
-    assert (new.logprobs or [])[: len(old.logprobs or [])] == (old.logprobs or [])
-    if old.finish_reason is not None:
-        assert old == new
+def assert_adds(earlier: list[RequestOutput], output: RequestOutput) -> None:
+    """An output tells something new, and nothing of a choice that has ended or of a prompt that was told."""
+    ended = {choice.index for told in earlier for choice in told.outputs if choice.finish_reason is not None}
+    assert not ended & {choice.index for choice in output.outputs}
+    assert output.finished or output.outputs
+    for choice in output.outputs:
+        assert choice.token_ids or choice.text or choice.finish_reason is not None
+        lists = [choice.token_ids, choice.logprobs, choice.text_offsets]
+        assert len({len(some) for some in lists if some is not None}) == 1
+    if output.prompt_logprobs is not None:
+        assert not earlier
 
 
 def assert_known_blocks_hold_their_tokens(engine: Engine) -> None:

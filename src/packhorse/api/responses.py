@@ -30,7 +30,7 @@ def response_body(
     """
     chat = request.endpoint == "chat"
     choices = [
-        _chat_choice(choice, request.params.logprobs or 0)
+        _chat_choice(choice, request.params.logprobs or 0, tokenizer)
         if chat
         else _text_choice(request, output, choice, place * request.params.n, tokenizer)
         for place, output in enumerate(outputs)
@@ -45,7 +45,7 @@ def response_body(
         "usage": usage(outputs),
     }
     if chat and request.params.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(outputs[0])
+        body["prompt_logprobs"] = prompt_logprobs(outputs[0])
     return body
 
 
@@ -55,36 +55,43 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, int]:
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         completion += output.num_generated_tokens
+    return usage_body(prompt, completion)
+
+
+def usage_body(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _chat_choice(choice: CompletionOutput, top: int) -> dict[str, Any]:
-    logprobs = None
-    if choice.logprobs is not None:
-        logprobs = {"content": [_chat_logprob(entry, top) for entry in choice.logprobs], "refusal": None}
+def _chat_choice(choice: CompletionOutput, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": logprobs,
+        "logprobs": chat_logprobs(choice, top, tokenizer),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
 
 
-def _chat_logprob(entry: TokenLogprob, top: int) -> dict[str, Any]:
+def chat_logprobs(choice: CompletionOutput, top: int, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Of a chat's tokens, of a chunk as of the whole answer; None when they were not asked."""
+    if choice.logprobs is None:
+        return None
+    return {"content": [_chat_logprob(entry, top, tokenizer) for entry in choice.logprobs], "refusal": None}
+
+
+def _chat_logprob(entry: TokenLogprob, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """`top`: how many most probable tokens were asked for; the chosen one, first in `entry`, may not be among them."""
-    chosen, *others = entry.values()
-    ranked = others if len(others) == top else sorted(entry.values(), key=lambda item: item.rank)
-    return {**_chat_token(chosen), "top_logprobs": [_chat_token(item) for item in ranked]}
+    chosen, *others = entry.items()
+    ranked = others if len(others) == top else sorted(entry.items(), key=lambda item: item[1].rank)
+    return {
+        **_chat_token(*chosen, tokenizer),
+        "top_logprobs": [_chat_token(token, item, tokenizer) for token, item in ranked],
+    }
 
 
-def _chat_token(item: Logprob) -> dict[str, Any]:
-    return {"token": item.decoded_token, "logprob": floored(item.logprob), "bytes": _bytes(item.decoded_token)}
-
-
-def _bytes(text: str) -> list[int] | None:
-    """UTF-8 of the token's text; None for a token that is part of a character, whose bytes are not known here."""
-    return None if "\ufffd" in text else list(text.encode())
+def _chat_token(token: int, item: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = list(tokenizer.token_bytes(token))
+    return {"token": item.decoded_token, "logprob": floored(item.logprob), "bytes": text}
 
 
 def _text_choice(
@@ -98,19 +105,19 @@ def _text_choice(
         "stop_reason": choice.stop_reason,
     }
     if choice.logprobs is not None:
-        body["logprobs"] = _text_logprobs(request, output, choice, tokenizer)
+        body["logprobs"] = text_logprobs(output, choice, tokenizer, echo=request.params.echo)
     if request.params.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(output)
+        body["prompt_logprobs"] = prompt_logprobs(output)
     return body
 
 
-def _text_logprobs(
-    request: ApiRequest, output: RequestOutput, choice: CompletionOutput, tokenizer: Tokenizer
+def text_logprobs(
+    output: RequestOutput, choice: CompletionOutput, tokenizer: Tokenizer, *, echo: bool
 ) -> dict[str, list[Any]]:
     """Four lists of one length: an entry for each token of the returned text, the prompt's too when it is echoed."""
     entries: list[TokenLogprob | None] = list(choice.logprobs or [])
     ids, offsets = choice.token_ids, choice.text_offsets or []
-    if request.params.echo:
+    if echo:
         prompt_ids = output.prompt_token_ids
         entries = [*(output.prompt_logprobs or [None] * len(prompt_ids)), *entries]
         ids = [*prompt_ids, *ids]
@@ -125,10 +132,11 @@ def _text_logprobs(
 
 
 def _by_text(entry: TokenLogprob) -> dict[str, float]:
-    """Log-probabilities by text, the chosen token among them. Tokens of equal text: the first one counts."""
+    """Log-probabilities by text, the chosen token among them; a second token of the same text goes by its id."""
     found: dict[str, float] = {}
-    for item in entry.values():
-        found.setdefault(item.decoded_token, floored(item.logprob))
+    for token, item in entry.items():
+        text = item.decoded_token
+        found[text if text not in found else f"token_id:{token}"] = floored(item.logprob)
     return found
 
 
@@ -154,7 +162,7 @@ def prompt_offsets(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[
     return offsets
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
     """As vLLM reports them: a list by prompt token of {token id: {logprob, rank, decoded_token}}, the first null."""
     return [
         None

@@ -110,12 +110,19 @@ class Admission:
                 )
 
     def _text_stream(self, request: Request) -> TextStream | None:
-        """Text is made while a sequence runs only for who needs it: streams and stop strings."""
+        """Text is made while a sequence runs only for who needs it; the others are decoded at their end, at once."""
         params = request.params
-        if self._tokenizer is None or not (request.stream or params.stop):
+        needed = request.stream or params.stop or params.echo or params.logprobs is not None
+        if self._tokenizer is None or not needed:
             return None
         decoder = self._tokenizer.stream(params.skip_special_tokens)
-        return TextStream(decoder, StopStrings(params.stop, include=params.include_stop_str_in_output))
+        stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        return TextStream(decoder, stops, self._prompt_text(request, self._tokenizer) if params.echo else "")
+
+    def _prompt_text(self, request: Request, tokenizer: Tokenizer) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        return tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)
 
 
 def _check_scheduling(request: Request) -> None:

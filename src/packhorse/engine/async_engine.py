@@ -5,10 +5,10 @@
     abort  ─┼─► inbox (orders, run between steps) ─► │ take orders ─► admit ─► step ─► hand over    │
     drain  ─┘                                        └────┬─────────────────────────────────┬───────┘
     stats, healthy ◄──────────── snapshot, times ─────────┘                                 │
-    OutputStream ◄── mailbox (the newest output) ◄── call_soon_threadsafe, once a loop ◄────┘
+    OutputStream ◄── mailbox (what was not read) ◄── call_soon_threadsafe, once a loop ◄────┘
 
-The engine thread waits for nobody: it runs orders without a lock held, and a mailbox that is not read keeps only the
-newest output, which holds everything that the older ones held.
+The engine thread waits for nobody: it runs orders without a lock held, and a request whose mailbox is not read for too
+long ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from packhorse.engine.output_stream import Mailbox, OutputStream, Reply, call_in
 from packhorse.engine.outputs import RequestOutput
 from packhorse.engine.request import Request
 from packhorse.engine.stats import EngineStats
-from packhorse.errors import ConfigError, Draining, PackhorseError, QueueFull, StepError
+from packhorse.errors import ConfigError, Draining, PackhorseError, QueueFull, ReaderTooSlow, StepError
 
 EXIT_SECONDS = 5.0
 """How long the end of the process waits for a step that is under way when nobody closed the engine."""
@@ -49,8 +49,9 @@ class AsyncEngine:
     """Serves one Engine to any number of event loops. Use it with `async with`, or `start` and `close`.
 
     max_waiting: sequences (choices) that may wait for a place; None for any number. A request is taken in when with it
-    no more than that wait, or when nobody waits and not all places are taken. watchdog_seconds: without progress, until
-    `healthy` is False. clock: seconds, monotonic, the engine's own.
+    no more than that wait, or when nobody waits and not all places are taken. max_unread: outputs that a stream may lie
+    behind; its request then ends with a ReaderTooSlow error. watchdog_seconds: without progress, until `healthy` is
+    False. clock: seconds, monotonic, the engine's own.
 
     While it is open the engine expects more requests, so batches of the static and dynamic policies wait to be full; a
     full queue starts them as it is.
@@ -61,11 +62,14 @@ class AsyncEngine:
         engine: Engine,
         *,
         max_waiting: int | None = None,
+        max_unread: int = 1024,
         watchdog_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if max_waiting is not None and max_waiting < 0:
             raise ConfigError(f"max_waiting is {max_waiting}: it must be 0 or more.", param="max_waiting")
+        if max_unread < 1:
+            raise ConfigError(f"max_unread is {max_unread}: it must be 1 or more.", param="max_unread")
         if not 0 < watchdog_seconds < math.inf:
             raise ConfigError(
                 f"watchdog_seconds is {watchdog_seconds}: it must be a positive number of seconds.",
@@ -73,6 +77,7 @@ class AsyncEngine:
             )
         self._engine = engine
         self._max_waiting = max_waiting
+        self._max_unread = max_unread
         self._watchdog_seconds = watchdog_seconds
         self._clock = clock
         # Daemons, because the interpreter joins all other threads before it runs what `atexit` knows: a forgotten
@@ -130,7 +135,7 @@ class AsyncEngine:
         Raises InvalidRequest or ContextLengthExceeded for one that can never run, QueueFull when too many wait,
         Draining after `drain` or `close`, StepError when the engine thread has died, RuntimeError before `start`.
         """
-        mailbox = Mailbox(request, asyncio.get_running_loop())
+        mailbox = Mailbox(request, asyncio.get_running_loop(), self._max_unread)
         with self._lock:
             self._check_open()
             if self._surely_full(mailbox.num_sequences):
@@ -451,6 +456,9 @@ class AsyncEngine:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:  # given up already
                 continue
+            if mailbox.overflows and not output.finished:
+                self._engine.abort(output.request_id)
+                output = mailbox.failed(ReaderTooSlow(f"The reader lies {self._max_unread} outputs behind."))
             if output.finished:
                 del self._mailboxes[output.request_id]
             if mailbox.put(output):

@@ -19,7 +19,7 @@ from packhorse.config import EngineConfig
 from packhorse.engine.adaptive import adaptive_concurrency
 from packhorse.engine.admission import Admission, Limits
 from packhorse.engine.deadlines import Deadline, Deadlines
-from packhorse.engine.logits_processors import changes_logits, process
+from packhorse.engine.logits_processors import process
 from packhorse.engine.logprobs import token_logprobs
 from packhorse.engine.output_builder import OutputBuilder, RequestState
 from packhorse.engine.outputs import FinishReason, RequestOutput
@@ -31,6 +31,7 @@ from packhorse.engine.scheduler import Scheduler, StepPlan
 from packhorse.engine.sequence import Sequence
 from packhorse.engine.stats import EngineCounters, EngineStats
 from packhorse.engine.step import PreparedStep, prepare
+from packhorse.engine.table import DIRECT_STOP_IDS
 from packhorse.errors import DeadlineExceeded, InvalidRequest, OutOfMemory, PackhorseError, StepError
 from packhorse.runner.base import Float32, Int32, Runner
 from packhorse.runner.micro_batch import MicroBatchRunner
@@ -100,7 +101,8 @@ class Engine:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is under way.", param="request_id")
         sequences = self._admission.sequences(request)
         now = self._clock()
-        state = RequestState(request, sequences, now, number=next(self._numbers))
+        prompt_ids = [int(i) for i in request.prompt_token_ids]
+        state = RequestState(request, prompt_ids, sequences, now, number=next(self._numbers))
         self._states[request.request_id] = state
         self._counters.prompt_tokens += len(request.prompt_token_ids)
         for sequence in sequences:
@@ -221,25 +223,28 @@ class Engine:
     def _sample(self, rows: Int32, logits: Float32) -> None:
         """One token for each of `rows` from logits float32[len(rows), V]; then what ends here is ended."""
         table = self._table
-        special = np.flatnonzero(~table.plain[rows]).tolist()
-        raw = {i: logits[i].copy() for i in special if self._wants_raw(int(rows[i]))}
-        for i in special:
+        scored = np.flatnonzero(table.scored[rows])
+        raw = dict(zip(rows[scored].tolist(), logits[scored], strict=True))  # copies: what follows changes them
+        for i in np.flatnonzero(table.processed[rows]).tolist():
             self._process_logits(int(rows[i]), logits[i])
         tokens, usable = sample(logits, self._sampling_batch(rows))
         if not usable.all():
-            bad = table.running(rows[~usable])
-            self._fail(bad, StepError(NOT_FINITE))
-            rows, tokens, special, raw = _only(self._alive(rows), rows, tokens, special, raw)
+            self._fail(table.running(rows[~usable]), StepError(NOT_FINITE))
+            alive = self._alive(rows)
+            rows, tokens = rows[alive], tokens[alive]
         self._finish_scoring_only(rows)
         growing = table.num_tokens[rows] < table.end[rows]
         if not growing.all():
-            rows, tokens, special, raw = _only(growing, rows, tokens, special, raw)
+            rows, tokens = rows[growing], tokens[growing]
         self._scheduler.append(rows, tokens)
         self._counters.generated_tokens += len(rows)
         self._note_tokens(rows)
-        for i in special:
-            self._follow(int(rows[i]), int(tokens[i]), raw.get(i))
-        self._finish_ended(rows, tokens)
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if raw else ():
+            if row in raw:
+                self._score(row, token, raw[row])
+        stopped = table.stopped(rows, tokens)
+        self._follow(rows, tokens, stopped)
+        self._finish_ended(rows, tokens, stopped)
 
     def _alive(self, rows: Int32) -> npt.NDArray[np.bool_]:
         """Which of `rows` still have a sequence: when one fails, the other choices of its request go with it."""
@@ -256,39 +261,49 @@ class Engine:
             positions=(table.num_tokens[rows] - table.prompt_len[rows]).astype(np.uint64),
         )
 
-    def _wants_raw(self, row: int) -> bool:
-        sequence = self._table.sequences[row]
-        return sequence is not None and sequence.params.logprobs is not None
-
     def _process_logits(self, row: int, logits: Float32) -> None:
         sequence = self._table.sequences[row]
-        if sequence is None or not changes_logits(sequence.params):
+        if sequence is None:
             return
         tokens = self._table.token_ids[row, : self._table.num_tokens[row]]
         prompt, output = tokens[: sequence.prompt_len], tokens[sequence.prompt_len :]
         process(logits, sequence.params, prompt, output, sequence.stop_ids)
 
-    def _follow(self, row: int, token: int, raw: Float32 | None) -> None:
-        """What only some sequences need after each token: log-probabilities, text, many stop ids."""
+    def _score(self, row: int, token: int, logits: Float32) -> None:
         sequence = self._table.sequences[row]
-        if sequence is None:
+        if sequence is None or sequence.params.logprobs is None:
             return
-        if raw is not None and sequence.params.logprobs is not None:
-            sequence.logprobs.append(token_logprobs(raw, token, sequence.params.logprobs))
-        if token in sequence.stop_ids:
-            self._finish(sequence, "stop", token)
-            return
-        if sequence.text is not None:
-            generated = int(self._table.num_tokens[row]) - sequence.prompt_len
-            sequence.text.push(token, stops_active=generated > sequence.params.min_tokens)
-            if sequence.text.matched is not None:
-                self._finish(sequence, "stop", sequence.text.matched)
-        if sequence.stream:
-            self._news[sequence.request_id] = self._states[sequence.request_id]
+        sequence.logprobs.append(token_logprobs(logits, token, sequence.params.logprobs))
+        sequence.offsets.append(sequence.text.decoded if sequence.text is not None else 0)
 
-    def _finish_ended(self, rows: Int32, tokens: Int32) -> None:
+    def _follow(self, rows: Int32, tokens: Int32, stopped: npt.NDArray[np.bool_]) -> None:
+        """What only some sequences need after each token: text, more stop ids than the table holds, news.
+
+        One loop without calls of our own but the text's: with 256 streams each microsecond here is a quarter of a
+        millisecond of every step.
+        """
         table = self._table
-        stopped = (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        followed = np.flatnonzero(table.followed[rows])
+        if not len(followed):
+            return
+        chosen = rows[followed]
+        generated = (table.num_tokens[chosen] - table.prompt_len[chosen]).tolist()
+        facts = zip(chosen.tolist(), tokens[followed].tolist(), stopped[followed].tolist(), generated, strict=True)
+        for row, token, ended, count in facts:
+            sequence = table.sequences[row]
+            if sequence is None:
+                continue
+            if ended or (len(sequence.stop_ids) > DIRECT_STOP_IDS and token in sequence.stop_ids):
+                self._finish(sequence, "stop", token)
+                continue
+            text = sequence.text
+            if text is not None and text.push(token, stops_active=count > sequence.params.min_tokens):
+                self._finish(sequence, "stop", text.matched)
+            elif sequence.stream:
+                self._news[sequence.request_id] = self._states[sequence.request_id]
+
+    def _finish_ended(self, rows: Int32, tokens: Int32, stopped: npt.NDArray[np.bool_]) -> None:
+        table = self._table
         full = table.num_tokens[rows] >= table.end[rows]
         for i in np.flatnonzero(stopped | full).tolist():
             sequence = table.sequences[int(rows[i])]
@@ -313,7 +328,9 @@ class Engine:
             sequence.text.finish(stops_active=enough and reason in ("stop", "length"))
             if sequence.text.matched is not None and reason == "length":
                 sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.matched
-        self._news[sequence.request_id] = self._states[sequence.request_id]
+        state = self._states[sequence.request_id]
+        state.unfinished -= 1
+        self._news[sequence.request_id] = state
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         """End the requests of these sequences, all their choices, with the error."""
@@ -364,21 +381,22 @@ class Engine:
                 del self._states[request_id]
                 self._count_finished(state, now)
             if state.finished or state.request.stream:
-                outputs += self._outputs_of(state, now)
+                output = self._output_of(state, now)
+                if output is not None:
+                    outputs.append(output)
         return outputs
 
-    def _outputs_of(self, state: RequestState, now: float) -> list[RequestOutput]:
+    def _output_of(self, state: RequestState, now: float) -> RequestOutput | None:
         """The request's output; should it be impossible to make, that is this request's error and nobody else's."""
         try:
-            return [self._outputs.build(state, now)]
+            return self._outputs.build(state, now)
         except Exception as error:
             failure = StepError(f"The output of the request could not be made: {error!r}.")
             if not state.finished:
                 self._fail([s for s in state.sequences if not s.finished], failure)
-                return []  # it comes with the next step
+                return None  # it comes with the next step
             request = state.request
-            ids = [int(i) for i in request.prompt_token_ids]
-            return [RequestOutput(request.request_id, request.prompt, ids, [], finished=True, error=failure)]
+            return RequestOutput(request.request_id, request.prompt, state.prompt_ids, [], finished=True, error=failure)
 
     def _count_finished(self, state: RequestState, now: float) -> None:
         counters, reasons = self._counters, [s.finish_reason for s in state.sequences]
@@ -411,16 +429,3 @@ class Engine:
                 self._counters.time_to_first_token.observe(now - state.arrival_time)
                 if self._adaptive is not None and state.first_scheduled_time is not None:
                     self._adaptive.first_token(now - state.first_scheduled_time)
-
-
-def _only(
-    kept: np.ndarray, rows: Int32, tokens: Int32, special: list[int], raw: dict[int, Float32]
-) -> tuple[Int32, Int32, list[int], dict[int, Float32]]:
-    """Drop the rows that are not `kept`, and renumber what refers to the others."""
-    place = np.cumsum(kept) - 1
-    return (
-        rows[kept],
-        tokens[kept],
-        [int(place[i]) for i in special if kept[i]],
-        {int(place[i]): row for i, row in raw.items() if kept[i]},
-    )

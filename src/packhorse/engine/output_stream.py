@@ -1,14 +1,13 @@
-"""What a request gives to its reader in another thread: a stream over a mailbox that holds the newest output."""
+"""What a request gives to its reader in another thread: a stream over a mailbox that holds what was not read yet."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from packhorse.engine.outputs import CompletionOutput, RequestOutput
+from packhorse.engine.outputs import CompletionOutput, RequestOutput, joined
 from packhorse.engine.request import Request
 from packhorse.errors import PackhorseError
 
@@ -18,8 +17,9 @@ T = TypeVar("T")
 class OutputStream:
     """The outputs of one request, an async iterator that ends after the finished one.
 
-    A request with `stream=True` gives news as it grows; who reads slowly misses intermediate outputs, never text: each
-    holds everything so far. A request that failed ends with an output that carries the `error`; nothing is raised.
+    A request with `stream=True` gives news as it grows, each output what is new since the one before; who reads slowly
+    gets more at once, and nothing is missed. A request that failed ends with an output that carries the `error`;
+    nothing is raised.
 
     Read it in the event loop that submitted. Whoever stops reading aborts the request: by cancellation while it waits
     for the next output, by `aclose`, or by dropping the stream.
@@ -83,41 +83,48 @@ class Reply(Generic[T]):
 class Mailbox:
     """Where the engine thread leaves what a stream reads.
 
-        engine thread    put: newest ◄─ output;  notified? no: set it, and have the loop woken
-        event loop       wake: notified is cleared, then the reader, if there is one, takes `newest`
+        engine thread    put: unread ◄─ output;  notified? no: set it, and have the loop woken
+        event loop       wake: notified is cleared, then the reader, if there is one, takes all of `unread` as one
 
-    At most one wake-up is under way for each mailbox, however slow its loop is.
+    At most one wake-up is under way for each mailbox, however slow its loop is. most_unread: outputs that may lie
+    there; the engine thread asks `overflows` and ends the request.
     """
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, most_unread: int) -> None:
         self.request = request
         self.loop = loop
         self.num_sequences = 1 if request.params.greedy else request.params.n
         self.refusal: Reply[Exception | None] = Reply(loop)
         self.aborted = False  # before it was taken in
-        self._newest: deque[RequestOutput] = deque(maxlen=1)
-        self._last: RequestOutput | None = None
+        self._most_unread = most_unread
+        self._unread: deque[RequestOutput] = deque()
+        self._ended: set[int] = set()  # choices whose end was handed over
         self._notified = False
         self._event = asyncio.Event()
 
+    @property
+    def overflows(self) -> bool:
+        """Whether the reader is too far behind for another output."""
+        return len(self._unread) >= self._most_unread
+
     def put(self, output: RequestOutput) -> bool:
-        """True when the event loop must be told to `wake`. An output that nobody has taken gives way."""
-        self._last = output
-        self._newest.append(output)
+        """True when the event loop must be told to `wake`."""
+        for choice in output.outputs:
+            if choice.finish_reason is not None:
+                self._ended.add(choice.index)
+        self._unread.append(output)
         told, self._notified = self._notified, True
         return not told
 
     def failed(self, error: PackhorseError) -> RequestOutput:
-        """The request's end when the engine cannot make one: what was handed over last, with the error."""
-        if self._last is not None:
-            choices = [replace(c, finish_reason=c.finish_reason or "error") for c in self._last.outputs]
-            return replace(self._last, outputs=choices, finished=True, error=error)
+        """The request's end when the engine cannot make one: its unfinished choices end with the error."""
         request = self.request
+        left = [i for i in range(request.params.n) if i not in self._ended]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=[int(i) for i in request.prompt_token_ids],
-            outputs=[CompletionOutput(i, "", [], finish_reason="error") for i in range(request.params.n)],
+            outputs=[CompletionOutput(i, "", [], finish_reason="error") for i in left],
             finished=True,
             error=error,
         )
@@ -128,11 +135,14 @@ class Mailbox:
         self._event.set()
 
     async def take(self) -> RequestOutput:
-        """The newest output that was not taken yet, once there is one."""
-        while not self._newest:
+        """What was not taken yet, once there is something."""
+        while not self._unread:
             self._event.clear()
             await self._event.wait()
-        return self._newest.popleft()
+        news = [self._unread.popleft()]
+        while self._unread:
+            news.append(self._unread.popleft())
+        return joined(news)
 
 
 def wake_all(mailboxes: list[Mailbox]) -> None:

@@ -26,7 +26,9 @@ class Sequence:
     tokens: int32[n], prompt and output, while it is not running. prompt_len, end: tokens of the prompt, and the most
     it may have in all. stop_ids: what ends it, eos included unless ignored. key: of its random numbers. text: only
     when text is needed while it runs. stream: each of its tokens is news. priority: 0 is usual, lower goes first.
-    expected_len: tokens it will have at most as far as the request says, for grouping by length.
+    expected_len: tokens it will have at most as far as the request says, for grouping by length. offsets: where each
+    generated token's text begins, beside `logprobs`. told, told_end: of what was generated how many tokens the caller
+    knows, and whether it knows the end.
 
     Kept by the scheduler: arrival_time (seconds), order (urgency: the smallest first), bucket and waiting (its place
     in the waiting queue), in_batch (it has a seat in a batch of the policy).
@@ -56,6 +58,9 @@ class Sequence:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    told: int = 0
+    told_end: bool = False
 
     @property
     def finished(self) -> bool:

@@ -71,7 +71,7 @@ def _wanted_logits(
     wanted = np.zeros(int(cu_seqlens[-1]), dtype=np.bool_)
     wanted[cu_seqlens[1:][complete] - 1] = True
     spans = []
-    for i in np.flatnonzero(~table.plain[rows]).tolist():
+    for i in np.flatnonzero(table.prompt_scored[rows]).tolist():
         row = int(rows[i])
         sequence = table.sequences[row]
         if sequence is None or not sequence.wants_prompt_logprobs:

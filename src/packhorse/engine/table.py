@@ -9,7 +9,9 @@ row   num_tokens  num_computed  num_blocks  token_ids                  block_tab
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
+from packhorse.engine.logits_processors import changes_logits
 from packhorse.engine.sequence import NOT_RUNNING, Sequence
 from packhorse.runner.base import Int32
 
@@ -25,7 +27,8 @@ class SequenceTable:
     temperature, top_p, min_p: float32[rows]. top_k: int32[rows]. key: uint64[rows].
     last_token_time: float64[rows], seconds. prompt_len: int32[rows].
     num_published: int32[rows], blocks whose contents were made known; prefix_identity: int64[rows], of the last one.
-    plain: bool[rows], whether a row needs nothing but argmax or a filter: no penalty, bias, log-probability or text.
+    bool[rows], what a row needs beside argmax or a filter: processed (its logits are changed before sampling), scored
+    (log-probabilities of what is sampled), prompt_scored (of its prompt), followed (something after each token).
     """
 
     def __init__(self, rows: int, max_len: int, block_size: int) -> None:
@@ -46,7 +49,9 @@ class SequenceTable:
         self.key = np.zeros(rows, dtype=np.uint64)
         self.last_token_time = np.zeros(rows, dtype=np.float64)
         self.stop_ids: Int32 = np.full((rows, DIRECT_STOP_IDS), -1, dtype=np.int32)
-        self.plain = np.zeros(rows, dtype=np.bool_)
+        self.processed, self.scored, self.prompt_scored, self.followed = (
+            np.zeros(rows, dtype=np.bool_) for _ in range(4)
+        )
         self.sequences: list[Sequence | None] = [None] * rows
         self._free = list(range(rows))[::-1]
 
@@ -71,7 +76,10 @@ class SequenceTable:
         direct = sequence.stop_ids[:DIRECT_STOP_IDS]
         self.stop_ids[row, : len(direct)] = direct
         self.last_token_time[row] = sequence.last_token_time
-        self.plain[row] = _is_plain(sequence)
+        self.processed[row] = changes_logits(params)
+        self.scored[row] = params.logprobs is not None
+        self.prompt_scored[row] = params.prompt_logprobs is not None
+        self.followed[row] = sequence.text is not None or sequence.stream or len(sequence.stop_ids) > DIRECT_STOP_IDS
 
     def leave(self, sequence: Sequence) -> None:
         """Take the row back; the tokens go to the sequence."""
@@ -92,20 +100,11 @@ class SequenceTable:
         """int32[num_blocks]: a view of the row's blocks."""
         return self.block_table[row, : self.num_blocks[row]]
 
+    def stopped(self, rows: Int32, tokens: Int32) -> npt.NDArray[np.bool_]:
+        """bool[N]: which of `rows` their new tokens end; without those rows' stop ids beyond the direct ones."""
+        found: npt.NDArray[np.bool_] = (self.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        return found
+
     def running(self, rows: Int32) -> list[Sequence]:
         """The sequences of `rows`."""
         return [s for s in map(self.sequences.__getitem__, rows.tolist()) if s is not None]
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.params
-    return (
-        sequence.text is None
-        and not sequence.stream
-        and not params.has_penalties
-        and not params.logit_bias
-        and params.min_tokens == 0
-        and params.logprobs is None
-        and params.prompt_logprobs is None
-        and len(sequence.stop_ids) <= DIRECT_STOP_IDS
-    )

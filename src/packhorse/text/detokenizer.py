@@ -41,6 +41,8 @@ class Detokenizer:
         self._control_ids = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._bytes = TokenBytes(backend) if decoder.get("type") == "ByteLevel" else None
+        self._whole: dict[bool, dict[int, str]] = {True: dict.fromkeys(self._control_ids, ""), False: {}}
+        self._texts: dict[int, str] = {}
         self._byte_of = _byte_tokens(backend) if '"ByteFallback"' in json.dumps(decoder) else {}
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -52,12 +54,37 @@ class Detokenizer:
         found = [piece for i in ids if i not in skipped for piece in pieces.push(int(i))]
         return _join(self._backend, found + pieces.finish())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, control tokens for their names, as part of a text and not at its beginning."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            return bytes([byte])
+        piece = self._backend.id_to_token(token_id) or ""
+        alone, twice = _join(self._backend, [piece]), _join(self._backend, [piece, piece])
+        return (twice.removeprefix(alone) or alone).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text; bytes that are no characters by themselves as OpenAI writes them: bytes:\\xe3\\x81."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = _shown(self.token_bytes(token_id))
+        return found
+
     def stream(self, skip_special_tokens: bool) -> IncrementalDecoder:
         """A decoder of one sequence from its first token on."""
-        skipped = self._control_ids if skip_special_tokens else set()
         if self._bytes is not None:
-            return _ByteDecoder(self._bytes, skipped)
+            return _ByteDecoder(self._bytes, self._whole[skip_special_tokens])
+        skipped = self._control_ids if skip_special_tokens else set()
         return _WindowDecoder(self._backend, _Pieces(self._backend, self._byte_of), skipped)
+
+
+def _shown(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class TokenBytes:
@@ -75,13 +102,24 @@ class TokenBytes:
 
 
 class _ByteDecoder:
-    def __init__(self, token_bytes: TokenBytes, skipped: set[int]) -> None:
+    """whole: tokens that are whole characters and their text, found by all decoders together; skipped ones are ""."""
+
+    def __init__(self, token_bytes: TokenBytes, whole: dict[int, str]) -> None:
         self._bytes = token_bytes
-        self._skipped = skipped
+        self._whole = whole
+        self._amid = False  # half a character is kept back
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return "" if token_id in self._skipped else self._utf8.decode(self._bytes[token_id])
+        known = self._whole.get(token_id)
+        if known is not None and (not self._amid or not known):
+            return known
+        before = self._amid
+        text = self._utf8.decode(self._bytes[token_id])
+        self._amid = bool(self._utf8.getstate()[0])
+        if not before and not self._amid and REPLACEMENT not in text:
+            self._whole[token_id] = text
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -13,6 +13,7 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
+        self._beginnings = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -21,6 +22,8 @@ class StopStrings:
 
         active: False lets everything pass unseen (before `min_tokens`).
         """
+        if not self._held and self._beginnings.isdisjoint(text):
+            return text
         held, self._held = self._held + text, ""
         if not active:
             return held

@@ -105,8 +105,12 @@ class Tokenizer:
         return self._decoder.stream(skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """A token's text decoded alone, control tokens included."""
-        return self._decoder.decode([token_id], skip_special_tokens=False)
+        """A token's text by itself, control tokens included; of a part of a character its bytes: bytes:\\xe3\\x81."""
+        return self._decoder.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for; of a part of a character that part of its UTF-8."""
+        return self._decoder.token_bytes(token_id)
 
     @cached_property
     def _control_text(self) -> _ControlText:
