@@ -153,10 +153,34 @@ class ServerConfig(Settings):
     max_waiting: int = Field(
         256, ge=0, le=1 << 20, description="Sequences that may wait for a place; more are answered with 429."
     )
-    max_body_bytes: int = Field(4 << 20, ge=1, le=1 << 30, description="Bytes a request's body may have.")
+    max_body_bytes: int = Field(2 << 20, ge=1, le=1 << 30, description="Bytes a request's body may have.")
+    max_unread: int = Field(
+        1024, ge=1, description="Pieces of a stream that its reader may lie behind; then its request is ended."
+    )
     strict_fields: bool = Field(False, description="Unknown fields of a body are refused, not ignored with a warning.")
+    drain_timeout: float = Field(
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that requests have to finish after SIGTERM; what is left then ends with an error.",
+    )
+    watchdog_seconds: float = Field(
+        60.0, gt=0, allow_inf_nan=False, description="Seconds without a finished step until the server is not ready."
+    )
+    api_key: tuple[str, ...] = Field(
+        (), description="A key that requests must bring; one of several. Also from PACKHORSE_API_KEY. Default: none."
+    )
+    api_key_file: Path | None = Field(None, description="More keys, one a line.")
+    log_prompts: bool = Field(False, description="The log has the texts of prompts and answers, not only their sizes.")
 
-    @field_validator("served_model_name", mode="before")
+    @field_validator("api_key")
+    @classmethod
+    def _no_empty_key(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not key.strip() for key in keys):
+            raise ValueError("a key cannot be empty")
+        return keys
+
+    @field_validator("served_model_name", "api_key", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value

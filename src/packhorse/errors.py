@@ -160,6 +160,27 @@ class ClientLeft(PackhorseError):
     code = "client_left"
 
 
+class InvalidKey(PackhorseError):
+    """A request brings no API key that the server knows."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotServed(PackhorseError):
+    """A path or a method that the server does not have."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(PackhorseError):
+    """A path that is served, but not with this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
 class NotReady(PackhorseError):
     """The server has no model yet; it answers 503 with a Retry-After header."""
 

@@ -143,3 +143,23 @@ def test_a_fault_in_the_template_names_its_line() -> None:
         ChatTemplate("a\nb\n{% if %}", {})
     with pytest.raises(PackError, match="fault"):
         ChatTemplate("{% generation %}x", {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+        "{% for a in [1] recursive %}{{ loop([a, a]) }}{% endfor %}",
+    ],
+)
+def test_a_template_without_an_end_is_stopped(source: str) -> None:
+    template = ChatTemplate(source, {}, seconds=0.05)
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages: (it takes too long|maximum recursion)"):
+        template.render([{"role": "user", "content": "a"}])
+
+
+def test_a_loop_knows_where_it_is() -> None:
+    source = "{% for m in messages if m.role %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}"
+    messages = [{"role": "user", "content": c} for c in "ab"]
+    assert ChatTemplate(source, {}).render(messages) == "1/2False 2/2True "

@@ -227,13 +227,14 @@ def _read(model: type[_B], body: dict[str, Any]) -> _B:
     try:
         read = model.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise refusal(error) from None
     if read.model is not None:
         check_text(read.model, "model")
     return read
 
 
-def _refusal(error: ValidationError) -> InvalidRequest:
+def refusal(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong, by its field and in our words."""
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Input should be ")

@@ -23,7 +23,7 @@ def serve(
 ) -> None:
     """Serve one model over HTTP with OpenAI's API, until SIGTERM or Ctrl-C.
 
-    Exit code 0: ended after every request was answered; 2: it could not start.
+    Exit code 0: ended after every request was answered; 1: some were not, for want of time; 2: it could not start.
     """
     from packhorse.config import EngineConfig, ServerConfig, load_config, load_server_config
     from packhorse.errors import ConfigError
@@ -35,4 +35,5 @@ def serve(
 
     engine = load_config(given(EngineConfig, ctx.obj) | {"model_path": model}, config)
     server = load_server_config(given(ServerConfig, ctx.obj), config)
-    serve(model_named(engine), engine, server, announce=lambda url: typer.echo(f"Packhorse serves at {url}"))
+    code = serve(model_named(engine), engine, server, announce=lambda url: typer.echo(f"Packhorse serves at {url}"))
+    raise typer.Exit(code)

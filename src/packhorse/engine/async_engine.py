@@ -152,6 +152,17 @@ class AsyncEngine:
             raise refusal
         return OutputStream(mailbox, self._leave)
 
+    def check_room(self) -> None:
+        """Raises what `submit` would for any request, where it can be told without asking the engine thread.
+
+        For who has work to do before `submit`, and can spare it.
+        """
+        with self._lock:
+            self._check_open()
+            if self._surely_full(1):
+                self._num_refused += 1
+                raise self._queue_full()
+
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its stream ends with what it has, reason "abort". Unknown ids: nothing.
 

@@ -176,6 +176,9 @@ class Engine:
             inter_token_latency=counters.inter_token_latency.snapshot(),
             request_latency=counters.request_latency.snapshot(),
             batch_size=counters.batch_size.snapshot(),
+            step_tokens=counters.step_tokens.snapshot(),
+            request_prompt=counters.request_prompt.snapshot(),
+            request_generated=counters.request_generated.snapshot(),
         )
 
     def forget(self) -> None:
@@ -199,6 +202,7 @@ class Engine:
         counters.batched_sequences += len(plan.rows)
         counters.computed_tokens += plan.total_tokens
         counters.batch_size.observe(len(plan.rows))
+        counters.step_tokens.observe(plan.total_tokens)
         for row, first, at, count in prepared.prompt_logits:
             self._score_prompt(row, first, logits[at : at + count])
         rows, places = prepared.sampled_rows, prepared.sampled_logits
@@ -403,8 +407,11 @@ class Engine:
         reason = "error" if state.error is not None else "abort" if "abort" in reasons else reasons[0]
         counters.finished[str(reason)] += 1
         counters.request_latency.observe(now - state.arrival_time)
+        generated = sum(len(s.output_ids()) for s in state.sequences)
+        counters.request_prompt.observe(len(state.prompt_ids))
+        counters.request_generated.observe(generated)
         if reason in ("error", "abort"):
-            counters.aborted_tokens += sum(len(s.output_ids()) for s in state.sequences)
+            counters.aborted_tokens += generated
 
     def _note_first_schedule(self, plan: StepPlan, now: float) -> None:
         fresh = plan.rows[self._table.num_tokens[plan.rows] == self._table.prompt_len[plan.rows]]

@@ -13,6 +13,9 @@ SECONDS = tuple(round(m * 10.0**e, 6) for e in range(-4, 4) for m in (1, 1.5, 2,
 COUNTS = tuple(float(2**i) for i in range(13))
 """Upper edges for sizes of batches: 1, 2, 4 … 4096."""
 
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+"""Upper edges for numbers of tokens: 1, 2, 5 … 500,000."""
+
 Values = npt.NDArray[np.float64]
 
 

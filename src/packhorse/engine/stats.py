@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from packhorse.engine.histogram import COUNTS, Histogram, HistogramSnapshot
+from packhorse.engine.histogram import COUNTS, TOKENS, Histogram, HistogramSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class EngineStats:
     summed over steps. finished: requests by reason (stop, length, abort, error).
 
     Histograms in seconds: queue_time (arrival to first run), time_to_first_token (from arrival), inter_token_latency,
-    request_latency (arrival to end). batch_size: sequences of a step.
+    request_latency (arrival to end). batch_size: sequences of a step. step_tokens: tokens of a step. request_prompt,
+    request_generated: tokens of finished requests.
     """
 
     num_running: int
@@ -45,6 +46,9 @@ class EngineStats:
     inter_token_latency: HistogramSnapshot
     request_latency: HistogramSnapshot
     batch_size: HistogramSnapshot
+    step_tokens: HistogramSnapshot
+    request_prompt: HistogramSnapshot
+    request_generated: HistogramSnapshot
 
     @property
     def mean_batch_size(self) -> float:
@@ -72,3 +76,6 @@ class EngineCounters:
     inter_token_latency: Histogram = field(default_factory=Histogram)
     request_latency: Histogram = field(default_factory=Histogram)
     batch_size: Histogram = field(default_factory=lambda: Histogram(COUNTS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_prompt: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    request_generated: Histogram = field(default_factory=lambda: Histogram(TOKENS))

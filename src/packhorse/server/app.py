@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes, and what stands around them: a record of each request, keys, errors in one shape."""
 
 from __future__ import annotations
 
@@ -8,16 +8,37 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from packhorse import __version__
-from packhorse.errors import PackhorseError
+from packhorse.errors import InvalidRequest, MethodNotAllowed, NotServed, PackhorseError
+from packhorse.server import tokens
 from packhorse.server.generate import generate
+from packhorse.server.keys import RequireKey, keys_of
+from packhorse.server.log import log_request
+from packhorse.server.metrics import Metrics
+from packhorse.server.record import Record, Recorded, record_of
 from packhorse.server.reply import error_reply, json_reply
-from packhorse.server.service import Service
+from packhorse.server.service import ServedModel, Service
 
 
-def make_app(service: Service) -> FastAPI:
-    """The ASGI application over a service, whose model may still be on its way."""
+def make_app(service: Service, metrics: Metrics) -> ASGIApp:
+    """The ASGI application over a service, whose model may still be on its way.
+
+        Recorded ─► RequireKey ─► FastAPI's routes
+        log, metrics    401           PackhorseError ─► its status and body
+
+    Raises ConfigError for API keys that cannot be had.
+    """
+
+    def over(record: Record) -> None:
+        metrics.request_over(record)
+        log_request(record)
+
+    return Recorded(RequireKey(_routes(service, metrics), keys_of(service.settings)), over)
+
+
+def _routes(service: Service, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="Packhorse", version=__version__, redoc_url=None)
 
     @app.post("/v1/chat/completions")
@@ -30,7 +51,23 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_reply({"object": "list", "data": _model_cards(service)})
+        model = service.served()
+        return json_reply({"object": "list", "data": [_model_card(model, name) for name in model.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        served = service.served()
+        if name not in served.names:
+            raise NotServed(f"There is no model {name!r} here, but {' and '.join(served.names)}.", param="model")
+        return json_reply(_model_card(served, name))
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await tokens.tokenize(service, request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await tokens.detokenize(service, request)
 
     @app.get("/health/live")
     async def live() -> Response:
@@ -38,7 +75,12 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        return json_reply({"status": "ready"}) if service.ready else json_reply({"status": "not ready"}, 503)
+        return json_reply({"status": service.standing}, 200 if service.standing == "ready" else 503)
+
+    @app.get("/metrics")
+    async def show_metrics(request: Request) -> Response:
+        content, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": content_type})
 
     @app.get("/version")
     async def version() -> Response:
@@ -49,30 +91,31 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _model_cards(service: Service) -> list[dict[str, Any]]:
-    model = service.model
-    if model is None:
-        return []
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "packhorse",
-            "root": model.name,
-            "max_model_len": model.max_model_len,
-        }
-        for name in model.names
-    ]
+def _model_card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "packhorse",
+        "root": model.name,
+        "max_model_len": model.max_model_len,
+    }
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, PackhorseError)
+    record_of(request.scope).error = error
     return error_reply(error)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
+    """What FastAPI itself refuses: a path, a method, a body that breaks off."""
     assert isinstance(error, HTTPException)
-    failure = PackhorseError(f"{request.method} {request.url.path} is not served: {error.detail}.", code="not_found")
-    failure.status = error.status_code  # type: ignore[misc]
-    return error_reply(failure)
+    what = f"{request.method} {request.url.path}"
+    kinds: dict[int, PackhorseError] = {
+        404: NotServed(f"{what} is not served. /docs lists what is."),
+        405: MethodNotAllowed(f"{what} is not served, but another method of it is. /docs says which."),
+    }
+    failure = kinds.get(error.status_code) or InvalidRequest(f"{what} cannot be answered: {error.detail}.")
+    record_of(request.scope).error = failure
+    return error_reply(failure, error.headers)

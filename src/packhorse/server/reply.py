@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -16,11 +17,11 @@ RETRY_AFTER_SECONDS = 1
 _RETRY_STATUSES = (429, 503)
 
 
-def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def error_reply(error: PackhorseError) -> Response:
+def error_reply(error: PackhorseError, headers: Mapping[str, str] | None = None) -> Response:
     """The error's status and body; where trying again may help, when."""
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in _RETRY_STATUSES else None
-    return json_reply(error_body(error), error.status, headers)
+    retry = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in _RETRY_STATUSES else {}
+    return json_reply(error_body(error), error.status, {**retry, **(headers or {})})

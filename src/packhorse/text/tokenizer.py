@@ -69,7 +69,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt as it stands; with what the tokenizer itself adds (a bos, say) unless told not to."""
         _refuse_surrogates(text)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _ids(self._backend, text, add_special_tokens)
 
     def encode_chat(
         self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True
@@ -139,7 +139,7 @@ class Tokenizer:
         """The template's own control tokens become ids; marked ones become the text they stand for."""
         _refuse_surrogates(text)
         own = self._control_text.pattern.sub(lambda match: self._stand_ins[match[0]], text)
-        return list(self._renamed_backend.encode(marks.show(own), add_special_tokens=False).ids)
+        return _ids(self._renamed_backend, marks.show(own), add_special_tokens=False)
 
 
 class _ControlText:
@@ -213,6 +213,12 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
         renamed = [[names.get(piece, piece), score] for piece, score in vocab]
     unknown = {"unk_token": names.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
     return model | unknown | {"vocab": renamed}
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """A batch of one, because only for batches the library lets other threads run meanwhile."""
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
