@@ -1,16 +1,30 @@
-"""Real servers: `packhorse serve` in a process of its own."""
+"""Real servers on real sockets: `packhorse serve` in a process of its own, or over a scripted engine in a thread."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
+import uvicorn
+import uvloop
+
+from packhorse.config import ServerConfig
+from packhorse.engine.async_engine import AsyncEngine
+from packhorse.engine.engine import Engine
+from packhorse.server.app import make_app
+from packhorse.server.metrics import Metrics
+from packhorse.server.process import Server, listen
+from packhorse.server.service import ServedModel, Service
+from packhorse.text.tokenizer import Tokenizer
 
 
 class ServerProcess:
@@ -52,3 +66,63 @@ class ServerProcess:
     def memory(self) -> int:
         """Bytes that are resident."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
+
+
+class ScriptedServer:
+    """The server's application over an AsyncEngine, in a thread of this process, from where it is entered on.
+
+    engine: not yet started. loaded: whether the model is there from the beginning.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, loaded: bool = True, **settings: Any) -> None:
+        self.settings = ServerConfig(port=0, **settings)
+        self.engine = engine
+        served = AsyncEngine(
+            engine,
+            max_waiting=self.settings.max_waiting,
+            max_unread=self.settings.max_unread,
+            watchdog_seconds=self.settings.watchdog_seconds,
+            clock=engine._clock,
+        )
+        self.model = ServedModel(
+            names=self.settings.served_model_name or ("scripted",),
+            tokenizer=tokenizer,
+            engine=served,
+            max_model_len=engine.max_model_len,
+            created=1_700_000_000,
+        )
+        self.service = Service(self.settings, self.model if loaded else None)
+        self.metrics = Metrics(self.service)
+        config = uvicorn.Config(
+            make_app(self.service, self.metrics), log_config=None, access_log=False, lifespan="off", loop="uvloop"
+        )
+        self._server = Server(config)
+        self._thread = threading.Thread(target=self._run, name="scripted-server")
+        self._listener = listen(self.settings)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> ScriptedServer:
+        self.model.engine.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self.model.engine.close()
+        self.service.text_threads.shutdown()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._server.serve(sockets=[self._listener]))
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and every block is free."""
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.blocks_used) == (0, 0, 0)

@@ -52,12 +52,16 @@ class _Body(BaseModel):
     timeout: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
 
 
-class _ChatBody(_Body):
+class ChatBody(_Body):
+    """What a chat has beside its messages and sampling parameters."""
+
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class _CompletionBody(_Body):
+class CompletionBody(_Body):
+    """What completions have beside their prompts and sampling parameters."""
+
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: _Count | None = None
     add_special_tokens: bool | None = None
@@ -143,7 +147,7 @@ def engine_requests(request: ApiRequest, prompts: Sequence[Prompt], request_id: 
 
 
 def _parse_chat(body: dict[str, Any]) -> ApiRequest:
-    read = _read(_ChatBody, body)
+    read = _read(ChatBody, body)
     stream, include_usage = _streaming(read)
     messages, unknown = read_messages(body.get("messages"))
     if read.echo:
@@ -165,7 +169,7 @@ def _parse_chat(body: dict[str, Any]) -> ApiRequest:
 
 
 def _parse_completion(body: dict[str, Any]) -> ApiRequest:
-    read = _read(_CompletionBody, body)
+    read = _read(CompletionBody, body)
     stream, include_usage = _streaming(read)
     prompts = read_prompts(body.get("prompt"))
     echoed: dict[str, Any] = {"echo": bool(read.echo)}

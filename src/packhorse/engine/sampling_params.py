@@ -57,7 +57,7 @@ class SamplingParams(BaseModel):
     top_k: Annotated[int, BeforeValidator(_zero_if_off), Field(strict=True, ge=0)] = 0
     top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(strict=True, ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     logit_bias: dict[int, _Number] = {}

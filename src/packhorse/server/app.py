@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from packhorse import __version__
 from packhorse.errors import InvalidRequest, MethodNotAllowed, NotServed, PackhorseError
-from packhorse.server import tokens
+from packhorse.server import openapi, tokens
 from packhorse.server.generate import generate
 from packhorse.server.keys import RequireKey, keys_of
 from packhorse.server.log import log_request
@@ -41,48 +41,48 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
 def _routes(service: Service, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="Packhorse", version=__version__, redoc_url=None)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=openapi.text_route("chat"))
     async def chat_completions(request: Request) -> Response:
         return await generate(service, "chat", request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=openapi.text_route("completions"))
     async def completions(request: Request) -> Response:
         return await generate(service, "completions", request)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=openapi.models_route())
     async def models() -> Response:
         model = service.served()
         return json_reply({"object": "list", "data": [_model_card(model, name) for name in model.names]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        served = service.served()
+    @app.get("/v1/models/{name:path}", openapi_extra=openapi.model_route())
+    async def model(request: Request) -> Response:
+        served, name = service.served(), request.path_params["name"]
         if name not in served.names:
             raise NotServed(f"There is no model {name!r} here, but {' and '.join(served.names)}.", param="model")
         return json_reply(_model_card(served, name))
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=openapi.tokenize_route())
     async def tokenize(request: Request) -> Response:
         return await tokens.tokenize(service, request)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=openapi.detokenize_route())
     async def detokenize(request: Request) -> Response:
         return await tokens.detokenize(service, request)
 
-    @app.get("/health/live")
+    @app.get("/health/live", openapi_extra=openapi.probe_route())
     async def live() -> Response:
         return json_reply({"status": "live"})
 
-    @app.get("/health/ready")
+    @app.get("/health/ready", openapi_extra=openapi.probe_route())
     async def ready() -> Response:
         return json_reply({"status": service.standing}, 200 if service.standing == "ready" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", openapi_extra=openapi.metrics_route())
     async def show_metrics(request: Request) -> Response:
         content, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": content_type})
 
-    @app.get("/version")
+    @app.get("/version", openapi_extra=openapi.version_route())
     async def version() -> Response:
         return json_reply({"version": __version__})
 

@@ -94,7 +94,7 @@ async def _serve(
     service = Service(settings)
     metrics = Metrics(service)
     app = make_app(service, metrics)
-    server = _Server(
+    server = Server(
         uvicorn.Config(
             app,
             log_config=None,
@@ -125,7 +125,7 @@ async def _serve(
     return 0 if ending.clean else 1
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without its own signal handlers: a signal is not the end here, but the beginning of a drain."""
 
     @contextmanager
