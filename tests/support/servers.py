@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx2
 import psutil
 import uvicorn
 import uvloop
@@ -25,6 +26,13 @@ from packhorse.server.metrics import Metrics
 from packhorse.server.process import Server, listen
 from packhorse.server.service import ServedModel, Service
 from packhorse.text.tokenizer import Tokenizer
+
+
+def metric_of(url: str, name: str) -> float:
+    """What /metrics says of a name (without the prefix; labels may follow in braces)."""
+    text = httpx2.get(f"{url}/metrics").text
+    [line] = [line for line in text.splitlines() if line.split(" ")[0].startswith(f"packhorse:{name}")][:1]
+    return float(line.rsplit(" ", 1)[1])
 
 
 class ServerProcess:
@@ -62,6 +70,10 @@ class ServerProcess:
     def log(self) -> str:
         """All that was logged so far."""
         return Path(self._log.name).read_text("utf-8")
+
+    def metric(self, name: str) -> float:
+        """The value of one of the server's metrics, of the first line that has its name and these labels."""
+        return metric_of(self.url, name)
 
     def memory(self) -> int:
         """Bytes that are resident."""

@@ -18,7 +18,7 @@ import uvloop
 from packhorse.config import EngineConfig, ServerConfig
 from packhorse.engine.async_engine import AsyncEngine
 from packhorse.errors import ConfigError, PackError
-from packhorse.loading import load_model
+from packhorse.loading import load_model, warm_up
 from packhorse.server.app import make_app
 from packhorse.server.keys import keys_of
 from packhorse.server.log import log, log_to_stderr
@@ -68,13 +68,14 @@ def listen(settings: ServerConfig) -> socket.socket:
 
 
 def load(model: str, config: EngineConfig, settings: ServerConfig) -> ServedModel:
-    """The model with its engine, which is not started."""
+    """The model with its engine, which has run a step and is not started."""
     loaded = load_model(model, config)
     if loaded.tokenizer is None:
         raise PackError(f"{loaded.folder} has no tokenizer, and a server needs one. Convert the model with it.")
-    manifest = loaded.manifest
+    if not config.warmup_requests:
+        warm_up(loaded.engine, 1)  # ready means that a step has run
     return ServedModel(
-        names=settings.served_model_name or (manifest.name,),
+        names=settings.served_model_name or (loaded.manifest.name,),
         tokenizer=loaded.tokenizer,
         engine=AsyncEngine(
             loaded.engine,
