@@ -323,3 +323,42 @@ def test_an_error_in_mid_stream_is_raised_and_not_a_plausible_end(client: openai
         seen.extend(stream)
     assert len(seen) > 1
     assert all(chunk.choices[0].finish_reason is None for chunk in seen)
+
+
+# Batch-mates
+
+
+def texts_at_once(server: ServerProcess, requests: list[dict[str, Any]]) -> list[str]:
+    async def main() -> list[str]:
+        async with asynchronous(server) as several:
+
+            async def ask(options: dict[str, Any]) -> str:
+                answer = await several.completions.create(**{"model": MODEL, "temperature": 0} | options)
+                return answer.choices[0].text
+
+            return list(await asyncio.gather(*map(ask, requests)))
+
+    return asyncio.run(main())
+
+
+def test_a04_greedy_texts_do_not_depend_on_how_many_ask_at_once(server: ServerProcess) -> None:
+    prompts = [" ".join(f"word{i}" for i in range(n)) for n in (2, 3, 5, 8, 9, 12, 14, 20)]
+    requests = [{"prompt": prompt, "max_tokens": 24} for prompt in prompts]
+    alone = [texts_at_once(server, [request])[0] for request in requests]
+    assert texts_at_once(server, requests[:4]) == alone[:4]
+    assert texts_at_once(server, requests) == alone
+
+
+def test_a05_a_seed_holds_beside_unseeded_neighbours(server: ServerProcess) -> None:
+    seeded = {"prompt": "Once upon a time", "temperature": 0.8, "max_tokens": 16}
+    found = {texts_at_once(server, [seeded | {"seed": 42}, seeded, seeded])[0] for _ in range(3)}
+    assert len(found) == 1
+
+
+def test_a01_a_chat_with_end_tokens_inside_is_the_same_beside_a_long_prompt(server: ServerProcess) -> None:
+    chat_text = (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+    )
+    short = {"prompt": chat_text + "<|im_start|>assistant\n", "max_tokens": 16}
+    long = {"prompt": "A long story about a mule. " * 40, "max_tokens": 16}
+    assert texts_at_once(server, [short, long])[0] == texts_at_once(server, [short])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -33,6 +34,21 @@ def metric_of(url: str, name: str) -> float:
     text = httpx2.get(f"{url}/metrics").text
     [line] = [line for line in text.splitlines() if line.split(" ")[0].startswith(f"packhorse:{name}")][:1]
     return float(line.rsplit(" ", 1)[1])
+
+
+def events_of(response: httpx2.Response) -> list[dict[str, Any]]:
+    """The events of a stream that ended well; the end marker is the last line and is left out."""
+    *events, end = lines_of(response)
+    assert end == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def lines_of(response: httpx2.Response) -> list[str]:
+    """What each event of a stream holds, the end marker too, if it is there."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in found)
+    return [line.removeprefix("data: ") for line in found]
 
 
 class ServerProcess:
