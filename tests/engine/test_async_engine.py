@@ -30,6 +30,7 @@ from packhorse.errors import (
     Draining,
     InvalidRequest,
     QueueFull,
+    ReaderTooSlow,
     StepError,
 )
 from tests.support.engines import finish_all, request, runner_of, scripted_engine
@@ -987,6 +988,29 @@ def test_a_stuck_event_loop_gets_one_call_however_many_steps_pass() -> None:
             await elsewhere
 
     run(main())
+
+
+def test_a_reader_that_lies_too_far_behind_is_given_up() -> None:
+    engine = text_engine()
+    slow, quick = streamed("slow", [5], max_tokens=300), streamed("quick", [6], max_tokens=300)
+
+    async def main() -> None:
+        async with serve(engine, max_unread=5) as served:
+            stream = await served.submit(slow)  # nobody reads it
+            await result(served, quick)
+            await until(lambda: served.stats().num_running == 0)
+            last = await whole(stream)
+            assert isinstance(last.error, ReaderTooSlow)
+            assert last.outputs[0].finish_reason == "error"
+            expected = alone(slow, 4096).outputs[0]
+            assert 0 < len(ids(last)) < 300
+            assert ids(last) == expected.token_ids[: len(ids(last))]
+            assert expected.text.startswith(last.outputs[0].text)
+
+    run(main())
+    engine.check_integrity()
+    assert engine.stats().blocks_used == 0
+    assert engine.stats().finished == {"abort": 1, "length": 1}
 
 
 # Drain and close

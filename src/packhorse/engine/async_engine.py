@@ -468,8 +468,11 @@ class AsyncEngine:
             if mailbox is None:  # given up already
                 continue
             if mailbox.overflows and not output.finished:
-                self._engine.abort(output.request_id)
-                output = mailbox.failed(ReaderTooSlow(f"The reader lies {self._max_unread} outputs behind."))
+                mailbox.given_up = True
+                self._abort(output.request_id)
+                continue
+            if mailbox.given_up:
+                output = mailbox.failed(ReaderTooSlow(f"The reader lay {self._max_unread} outputs behind."))
             if output.finished:
                 del self._mailboxes[output.request_id]
             if mailbox.put(output):

@@ -87,7 +87,7 @@ class Mailbox:
         event loop       wake: notified is cleared, then the reader, if there is one, takes all of `unread` as one
 
     At most one wake-up is under way for each mailbox, however slow its loop is. most_unread: outputs that may lie
-    there; the engine thread asks `overflows` and ends the request.
+    there; the engine thread asks `overflows`, and then ends the request and remembers it in `given_up`.
     """
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, most_unread: int) -> None:
@@ -96,6 +96,7 @@ class Mailbox:
         self.num_sequences = 1 if request.params.greedy else request.params.n
         self.refusal: Reply[Exception | None] = Reply(loop)
         self.aborted = False  # before it was taken in
+        self.given_up = False
         self._most_unread = most_unread
         self._unread: deque[RequestOutput] = deque()
         self._ended: set[int] = set()  # choices whose end was handed over

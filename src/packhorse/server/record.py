@@ -16,11 +16,11 @@ from typing import Any, Literal
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packhorse.engine.outputs import RequestOutput
-from packhorse.errors import ClientLeft, PackhorseError
+from packhorse.errors import ClientLeft, PackhorseError, ReaderTooSlow
 from packhorse.server.reply import error_reply
 
 Outcome = Literal["ok", "refused", "failed", "left"]
-"""ok: answered. refused: the client's fault, or no room. failed: ours. left: the client did not wait for the end."""
+"""ok: answered. refused: the client's fault, or no room. failed: ours. left: the client did not wait for the end, or did not read it."""
 
 _SCOPE_KEY = "packhorse.record"
 
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def outcome(self) -> Outcome:
-        if isinstance(self.error, ClientLeft):
+        if isinstance(self.error, (ClientLeft, ReaderTooSlow)):
             return "left"
         status = self.error.status if self.error is not None else self.status or 500
         if status < 400:
