@@ -20,7 +20,7 @@ from packhorse.errors import ClientLeft, PackhorseError, ReaderTooSlow
 from packhorse.server.reply import error_reply
 
 Outcome = Literal["ok", "refused", "failed", "left"]
-"""ok: answered. refused: the client's fault, or no room. failed: ours. left: the client did not wait for the end, or did not read it."""
+"""ok: answered. refused: the client's fault, or no room. failed: ours. left: the client did not wait or read."""
 
 _SCOPE_KEY = "packhorse.record"
 
