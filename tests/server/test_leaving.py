@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -16,9 +16,8 @@ import pytest
 from packhorse.engine.engine import Engine
 from tests.jobs.scripted import byte_tokenizer, cheap
 from tests.support.engines import runner_of, scripted_engine
-from tests.support.servers import ScriptedServer, metric_of
+from tests.support.servers import PATIENCE, ScriptedServer, connect, metric_of, until
 
-PATIENCE = 20.0
 LONG = {"prompt": "a" * 40, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
 
 
@@ -37,28 +36,11 @@ def serving(made: Engine, **settings: Any) -> ScriptedServer:
     return ScriptedServer(made, byte_tokenizer(), **settings)
 
 
-def connect(server: ScriptedServer, body: dict[str, Any]) -> socket.socket:
-    """A connection on which the request has been sent."""
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
-    connection.sendall(head.encode() + b"\r\n\r\n" + data)
-    return connection
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Until other threads have brought it about."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.0005)  # lets them run; the condition alone decides
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_while_running_is_gone_within_two_steps(stream: bool) -> None:
     made = engine(seconds=0.05)
     with serving(made) as server:
-        connection = connect(server, LONG | {"stream": stream})
+        connection = connect(server.port, LONG | {"stream": stream})
         until(lambda: made.stats().generated_tokens > 2)
         connection.close()
         steps = made.stats().steps
@@ -75,7 +57,7 @@ def test_who_leaves_while_running_is_gone_within_two_steps(stream: bool) -> None
 def test_who_leaves_during_a_long_prefill_is_gone_too(stream: bool) -> None:
     made = engine(seconds=0.03, max_num_batched_tokens=16)
     with serving(made) as server:
-        connection = connect(server, LONG | {"prompt": "b" * 2000, "stream": stream})
+        connection = connect(server.port, LONG | {"prompt": "b" * 2000, "stream": stream})
         until(lambda: made.stats().computed_tokens > 32)
         connection.close()
         steps = made.stats().steps
@@ -89,9 +71,9 @@ def test_who_leaves_during_a_long_prefill_is_gone_too(stream: bool) -> None:
 def test_who_leaves_the_queue_is_never_run(stream: bool) -> None:
     made = engine(max_num_seqs=1)
     with serving(made) as server:
-        first = connect(server, LONG)
+        first = connect(server.port, LONG)
         until(lambda: server.model.engine.stats().num_running == 1)
-        second = connect(server, LONG | {"stream": stream})
+        second = connect(server.port, LONG | {"stream": stream})
         until(lambda: server.model.engine.stats().num_waiting == 1)
         second.close()
         until(lambda: server.model.engine.stats().num_waiting == 0)
@@ -106,7 +88,9 @@ def test_who_leaves_the_queue_is_never_run(stream: bool) -> None:
 def test_one_of_several_prompts_does_not_stay_when_the_client_leaves() -> None:
     made = engine()
     with serving(made) as server:
-        connection = connect(server, LONG | {"prompt": ["aa", "bb", "cc"], "n": 2, "temperature": 1, "stream": True})
+        connection = connect(
+            server.port, LONG | {"prompt": ["aa", "bb", "cc"], "n": 2, "temperature": 1, "stream": True}
+        )
         until(lambda: server.model.engine.stats().num_running == 6)
         connection.close()
         until(lambda: server.model.engine.stats().num_running == 0)
@@ -158,6 +142,8 @@ def test_a_storm_of_a_thousand_requests_of_which_half_leave_at_random() -> None:
         else:
             await asyncio.sleep(rng.random() * 0.5)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async def storm(server: ScriptedServer) -> None:
         await asyncio.gather(*(client(server, number) for number in range(1000)))

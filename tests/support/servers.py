@@ -6,10 +6,13 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +30,9 @@ from packhorse.server.metrics import Metrics
 from packhorse.server.process import Server, listen
 from packhorse.server.service import ServedModel, Service
 from packhorse.text.tokenizer import Tokenizer
+
+PATIENCE = 20.0
+"""Seconds after which a test that waits for something fails. None waits that long when all is well."""
 
 
 def metric_of(url: str, name: str) -> float:
@@ -49,6 +55,23 @@ def lines_of(response: httpx2.Response) -> list[str]:
     found = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in found)
     return [line.removeprefix("data: ") for line in found]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Until other threads and processes have brought it about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.0005)  # lets them run; the condition alone decides
+
+
+def connect(port: int, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A connection on which the request has been sent, to be closed whenever the test likes."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+    connection.sendall(head.encode() + data)
+    return connection
 
 
 class ServerProcess:

@@ -10,7 +10,7 @@ import tokenizers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from packhorse.errors import InvalidRequest, PackError
+from packhorse.errors import ContextLengthExceeded, InvalidRequest, PackError
 from packhorse.pack.manifest import Manifest, TokenizerRecord
 from packhorse.text.chat_template import ChatTemplate
 from packhorse.text.tokenizer import Tokenizer
@@ -302,3 +302,16 @@ def test_a_pack_without_a_tokenizer_or_with_a_damaged_one_is_refused(tmp_path: P
     (tmp_path / "tokenizer.json").write_text("{", "utf-8")
     with pytest.raises(PackError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.from_pack(tmp_path, manifest())
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized() -> None:
+    tokenizer = small_tokenizer()
+    longest = max(len(piece) for piece in tokenizer._backend.get_vocab())
+    assert len(tokenizer.encode("a" * (10 * longest), most=10)) >= 10  # may fit, so it is tokenized
+    with pytest.raises(ContextLengthExceeded, match="so at least 10 tokens, and at most 10 fit"):
+        tokenizer.encode("a" * (10 * longest + 1), most=10)
+    for content in ("a" * 5000, "<|im_end|>" * 500):
+        with pytest.raises(ContextLengthExceeded):
+            tokenizer.encode_chat([{"role": "user", "content": content}], most=10)
+    dropping = small_tokenizer("sentencepiece")  # its normalizer may make texts shorter
+    assert dropping.encode("a" * 5000, most=10)

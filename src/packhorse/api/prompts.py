@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from packhorse.api.fields import unsupported
-from packhorse.errors import InvalidRequest
+from packhorse.errors import ContextLengthExceeded, InvalidRequest
 
 if TYPE_CHECKING:
     from packhorse.text.tokenizer import Tokenizer
@@ -114,16 +114,24 @@ def _read_ids(ids: list[Any], where: str) -> list[int]:
     return ids
 
 
-def encode_prompts(prompts: Sequence[TextOrIds], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[Prompt]:
-    """Ids of each. Raises InvalidRequest for a prompt without tokens or an id that the model does not have."""
+def encode_prompts(
+    prompts: Sequence[TextOrIds], tokenizer: Tokenizer, *, add_special_tokens: bool, most: int | None = None
+) -> list[Prompt]:
+    """Ids of each. Raises InvalidRequest for a prompt without tokens or an id that the model does not have.
+
+    most: as `Tokenizer.encode` has it.
+    """
     places = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
     encoded = []
     for prompt, where in zip(prompts, places, strict=True):
         if isinstance(prompt, str):
-            encoded.append(Prompt(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), prompt))
+            ids = tokenizer.encode(prompt, add_special_tokens, most=most)
+            encoded.append(Prompt(ids, prompt))
             if not encoded[-1].token_ids:
                 raise _empty(where)
         else:
+            if most is not None and len(prompt) > most:
+                raise ContextLengthExceeded(f"{where} has {len(prompt):,} ids, and at most {most:,} fit.", param=where)
             _check_ids(prompt, tokenizer.vocab_size, where)
             encoded.append(Prompt(prompt, None))
     return encoded

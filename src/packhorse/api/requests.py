@@ -123,11 +123,14 @@ def refuse_other_model(asked: object, names: Collection[str]) -> None:
         )
 
 
-def tokenize(request: ApiRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """The request's prompts as ids. Raises InvalidRequest (empty prompt, foreign id, no chat template …)."""
+def tokenize(request: ApiRequest, tokenizer: Tokenizer, most: int | None = None) -> list[Prompt]:
+    """The request's prompts as ids. Raises InvalidRequest (empty prompt, foreign id, no chat template …).
+
+    most: tokens that fit; a text that certainly has more raises ContextLengthExceeded without being tokenized.
+    """
     if request.messages is not None:
-        return [Prompt(tokenizer.encode_chat(list(request.messages)), None)]
-    return encode_prompts(request.prompts or [], tokenizer, add_special_tokens=request.add_special_tokens)
+        return [Prompt(tokenizer.encode_chat(list(request.messages), most=most), None)]
+    return encode_prompts(request.prompts or [], tokenizer, add_special_tokens=request.add_special_tokens, most=most)
 
 
 def engine_requests(request: ApiRequest, prompts: Sequence[Prompt], request_id: str) -> list[Request]:

@@ -39,7 +39,7 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
 
 
 def _routes(service: Service, metrics: Metrics) -> FastAPI:
-    app = FastAPI(title="Packhorse", version=__version__, redoc_url=None)
+    app = FastAPI(title="Packhorse", version=__version__, redoc_url=None, redirect_slashes=False)
 
     @app.post("/v1/chat/completions", openapi_extra=openapi.text_route("chat"))
     async def chat_completions(request: Request) -> Response:

@@ -68,7 +68,8 @@ def prepare(model: ServedModel, endpoint: Endpoint, raw: bytes, request_id: str,
     """Everything that takes time before the engine, in one of the text threads."""
     request = parse_request(endpoint, parse_json(raw), strict_fields=settings.strict_fields, allow_stream=True)
     refuse_other_model(request.model, model.names)
-    requests = engine_requests(request, tokenize(request, model.tokenizer), request_id)
+    prompts = tokenize(request, model.tokenizer, model.max_model_len)
+    requests = engine_requests(request, prompts, request_id)
     return Prepared(model, request_id, request, requests)
 
 

@@ -111,7 +111,10 @@ async def _serve(
     watching = asyncio.ensure_future(metrics.watch_lag())
     try:
         service.model = await _in_daemon_thread(load)
-        gc.freeze()  # what is there by now stays: the collector need not look at it at every turn
+        # What is there by now stays: the collector need not look at it. Nor need it look every few hundred objects, of
+        # which a large body or a step of many streams makes more than that at once.
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         service.model.engine.start()
         _say_where(listener, settings, announce)
         await serving

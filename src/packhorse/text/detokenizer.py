@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -34,14 +35,19 @@ class IncrementalDecoder(Protocol):
 
 
 class Detokenizer:
-    """Makes decoders for one tokenizer."""
+    """Makes decoders for one tokenizer.
+
+    longest: characters that one token can stand for; infinity where that is not known.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
+        plan = json.loads(backend.to_str())
         self._control_ids = {i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        decoder = plan.get("decoder") or {}
         self._bytes = TokenBytes(backend) if decoder.get("type") == "ByteLevel" else None
         self._whole: dict[bool, dict[int, str]] = {True: dict.fromkeys(self._control_ids, ""), False: {}}
+        self.longest = _longest(backend, plan) if self._bytes is not None else math.inf
         self._texts: dict[int, str] = {}
         self._byte_of = _byte_tokens(backend) if '"ByteFallback"' in json.dumps(decoder) else {}
 
@@ -78,6 +84,14 @@ class Detokenizer:
             return _ByteDecoder(self._bytes, self._whole[skip_special_tokens])
         skipped = self._control_ids if skip_special_tokens else set()
         return _WindowDecoder(self._backend, _Pieces(self._backend, self._byte_of), skipped)
+
+
+def _longest(backend: tokenizers.Tokenizer, plan: dict[str, Any]) -> float:
+    """Of a byte-level vocabulary; infinity where the tokenizer drops characters, so that nobody knows."""
+    swallows = any(token["lstrip"] or token["rstrip"] for token in plan["added_tokens"])
+    if plan["normalizer"] is not None or swallows:
+        return math.inf
+    return max(map(len, backend.get_vocab()))
 
 
 def _shown(raw: bytes) -> str:

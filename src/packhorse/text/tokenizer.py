@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from packhorse.errors import InvalidRequest, PackError
+from packhorse.errors import ContextLengthExceeded, InvalidRequest, PackError
 from packhorse.pack.manifest import Manifest
 from packhorse.text.chat_template import ChatTemplate, Messages
 from packhorse.text.detokenizer import Detokenizer, IncrementalDecoder
@@ -66,22 +66,32 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt as it stands; with what the tokenizer itself adds (a bos, say) unless told not to."""
+    def encode(self, text: str, add_special_tokens: bool = True, *, most: int | None = None) -> list[int]:
+        """Ids of a prompt as it stands; with what the tokenizer itself adds (a bos, say) unless told not to.
+
+        most: raises ContextLengthExceeded, without the work, for a text that certainly has more tokens.
+        """
+        self._refuse_too_long(text, most)
         _refuse_surrogates(text)
         return _ids(self._backend, text, add_special_tokens)
 
     def encode_chat(
-        self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        """Ids of a chat: the template's text with nothing added. Raises InvalidRequest as `render_chat` does."""
+        """Ids of a chat: the template's text with nothing added. Raises what `render_chat` and `encode` do."""
         if not self._escape or not self._control_text.found_in([messages, tools]):
             text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-            return self.encode(text, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, most=most)
         marks = _Marks(self._control_text)
         text = self.render_chat(
             marks.hide(messages), tools=marks.hide(tools), add_generation_prompt=add_generation_prompt
         )
+        self._refuse_too_long(text, most)
         return self._encode_with_marks(text, marks)
 
     def render_chat(
@@ -111,6 +121,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for; of a part of a character that part of its UTF-8."""
         return self._decoder.token_bytes(token_id)
+
+    def _refuse_too_long(self, text: str, most: int | None) -> None:
+        longest = self._decoder.longest
+        if most is not None and len(text) > most * longest:
+            least = len(text) // int(longest)
+            raise ContextLengthExceeded(
+                f"The prompt has {len(text):,} characters, so at least {least:,} tokens, and at most {most:,} fit.",
+                param="prompt",
+            )
 
     @cached_property
     def _control_text(self) -> _ControlText:
