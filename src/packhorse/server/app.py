@@ -17,7 +17,7 @@ from packhorse.server.generate import generate
 from packhorse.server.keys import RequireKey, keys_of
 from packhorse.server.log import log_request
 from packhorse.server.metrics import Metrics
-from packhorse.server.record import Record, Recorded, record_of
+from packhorse.server.record import Record, Recorded, record_of, unexpected
 from packhorse.server.reply import error_reply, json_reply
 from packhorse.server.service import ServedModel, Service
 
@@ -88,6 +88,7 @@ def _routes(service: Service, metrics: Metrics) -> FastAPI:
 
     app.add_exception_handler(PackhorseError, _refused)
     app.add_exception_handler(HTTPException, _not_routed)
+    app.add_exception_handler(Exception, _broken)
     return app
 
 
@@ -119,3 +120,9 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     failure = kinds.get(error.status_code) or InvalidRequest(f"{what} cannot be answered: {error.detail}.")
     record_of(request.scope).error = failure
     return error_reply(failure, error.headers)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """What nobody expected; `Recorded` gets it too, and logs all of it."""
+    failure = record_of(request.scope).error = unexpected(error)
+    return error_reply(failure)

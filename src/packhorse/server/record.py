@@ -134,8 +134,13 @@ class Recorded:
                 "A request failed with an error that nobody expected.",
                 extra={"fields": {"request_id": record.request_id}},
             )
-            record.error = PackhorseError(f"The server failed: {type(error).__name__}. Its log says more.")
+            record.error = unexpected(error)
             if record.status is None:
                 await error_reply(record.error)(scope, receive, noting)
         finally:
             self._over(record)
+
+
+def unexpected(error: Exception) -> PackhorseError:
+    """What the client is told of an error that is ours: no more than its kind, for the rest may be somebody's text."""
+    return PackhorseError(f"The server failed: {type(error).__name__}. Its log says more.")
