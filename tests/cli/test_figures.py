@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from packhorse.cli.figures import duration, report_lines, report_title, seconds, seconds_left
+from packhorse.cli.figures import duration, report_lines, report_title, seconds, time_left
 from packhorse.cli.progress import PLAIN_SECONDS, PlainDisplay, status_line
+from packhorse.jobs.forecast import TimeLeft
 from packhorse.jobs.report import JobProgress, JobReport
 from packhorse.jobs.serving import Serving
 from tests.support.scripted import FakeClock
@@ -26,6 +27,7 @@ HALF = JobProgress(
     blocks_used=41,
     blocks_total=100,
     elapsed=70.0,
+    left=TimeLeft(70.0, None),
 )
 REPORT = JobReport(output="out.jsonl", total=10, ok=7, failed=1, kept=2, prompt_tokens=50, completion_tokens=70)
 
@@ -36,9 +38,20 @@ def test_a_status_line_says_all_at_once() -> None:
     )
 
 
-def test_time_left_goes_by_this_starts_pace() -> None:
-    assert seconds_left(HALF) == pytest.approx(70.0)
-    assert seconds_left(JobProgress("running", total=9, done=5, kept=5, elapsed=3.0)) is None
+@pytest.mark.parametrize(
+    ("left", "text"),
+    [
+        (TimeLeft(70.0, None), "1:10 left"),
+        (TimeLeft(70.0, 80.0), "1:10 left"),
+        (TimeLeft(6.0, 330.0), "0:06 to 5:30 left"),
+        (TimeLeft(None, 330.0), "at most 5:30 left"),
+        (TimeLeft(None, None), None),
+        (None, None),
+    ],
+)
+def test_time_left_is_a_range_where_it_is_not_known_better(left: TimeLeft | None, text: str | None) -> None:
+    assert time_left(replace(HALF, left=left)) == text
+    assert (text is None) == ("left" not in status_line(replace(HALF, left=left)))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])

@@ -127,12 +127,16 @@ def cache_share(progress: JobProgress) -> float:
     return progress.blocks_used / progress.blocks_total if progress.blocks_total else 0.0
 
 
-def seconds_left(progress: JobProgress) -> float | None:
-    """By the pace of this start; None before its first results."""
-    finished = progress.done - progress.kept
-    if finished <= 0 or progress.elapsed <= 0:
+def time_left(progress: JobProgress) -> str | None:
+    """`1:10 left`, `0:06 to 5:30 left`, `at most 5:30 left`; None when nothing is known."""
+    left = progress.left
+    if left is None:
         return None
-    return (progress.total - progress.done) * progress.elapsed / finished
+    if left.likely is None:
+        return f"at most {duration(left.most)} left" if left.most is not None else None
+    if left.most is None or left.most < 1.5 * left.likely + 1:
+        return f"{duration(left.likely)} left"
+    return f"{duration(left.likely)} to {duration(left.most)} left"
 
 
 def stage_name(stage: str) -> str:

@@ -14,13 +14,12 @@ from rich.text import Text
 from packhorse.cli.figures import (
     cache_share,
     count,
-    duration,
     rate,
     report_rows,
     report_title,
-    seconds_left,
     serving_figures,
     stage_name,
+    time_left,
 )
 from packhorse.jobs.report import JobProgress, JobReport
 
@@ -59,7 +58,7 @@ class LiveDisplay:
 
 def _panel(progress: JobProgress) -> RenderableType:
     share = progress.done / progress.total if progress.total else 0.0
-    left = seconds_left(progress)
+    left = time_left(progress)
     failed = f", {count(progress.failed)} failed" if progress.failed else ""
     figures = Table(show_header=False, box=None, padding=(0, 2))
     figures.add_row("in", f"{rate(progress.prompt_tokens, progress.elapsed)} tok/s", "running", str(progress.running))
@@ -67,7 +66,10 @@ def _panel(progress: JobProgress) -> RenderableType:
         "out", f"{rate(progress.generated_tokens, progress.elapsed)} tok/s", "waiting", str(progress.waiting)
     )
     figures.add_row(
-        "left", duration(left) if left is not None else "…", "cache", f"{cache_share(progress):.0%} of its blocks"
+        "left",
+        left.removesuffix(" left") if left is not None else "…",
+        "cache",
+        f"{cache_share(progress):.0%} of its blocks",
     )
     more = iter(serving_figures(progress.serving))
     for name, value in more:

@@ -11,12 +11,11 @@ from typing import Protocol, TextIO
 from packhorse.cli.figures import (
     cache_share,
     count,
-    duration,
     rate,
     report_lines,
-    seconds_left,
     serving_figures,
     stage_name,
+    time_left,
 )
 from packhorse.jobs.report import JobProgress, JobReport
 
@@ -88,5 +87,5 @@ def status_line(progress: JobProgress) -> str:
         f"cache {cache_share(progress):.0%}",
         *(f"{name} {value}" for name, value in serving_figures(progress.serving)),
     ]
-    left = seconds_left(progress)
-    return ", ".join([*parts, f"{duration(left)} left"] if left is not None else parts)
+    left = time_left(progress)
+    return ", ".join([*parts, left] if left is not None else parts)

@@ -91,7 +91,13 @@ def run(
     ] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="-2 to 2.", rich_help_panel=_SAMPLING)] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="-2 to 2.", rich_help_panel=_SAMPLING)] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", rich_help_panel=_SAMPLING)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Changes what is sampled in lines without a seed of their own; the same job gives the same file.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Ends the text; may be given several times.", rich_help_panel=_SAMPLING)
     ] = None,
@@ -120,7 +126,6 @@ def run(
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
-        "seed": seed,
         "stop": stop or None,
     }
     spec = JobSpec(
@@ -130,7 +135,7 @@ def run(
         column=column,
         chat=chat,
         defaults=_checked({name: value for name, value in defaults.items() if value is not None}),
-        result_settings=_result_settings(engine),
+        result_settings=_result_settings(engine) | {"seed": seed},
         window=window_for(engine),
         strict=strict,
         strict_fields=strict_fields,

@@ -29,7 +29,7 @@ from packhorse.engine.request import Request
 from packhorse.engine.sampler import SamplingBatch, sample
 from packhorse.engine.scheduler import Scheduler, StepPlan
 from packhorse.engine.sequence import Sequence
-from packhorse.engine.stats import EngineCounters, EngineStats
+from packhorse.engine.stats import EngineCounters, EngineStats, Outstanding
 from packhorse.engine.step import PreparedStep, prepare
 from packhorse.engine.table import DIRECT_STOP_IDS
 from packhorse.errors import DeadlineExceeded, InvalidRequest, OutOfMemory, PackhorseError, StepError
@@ -180,6 +180,17 @@ class Engine:
             request_prompt=counters.request_prompt.snapshot(),
             request_generated=counters.request_generated.snapshot(),
         )
+
+    def outstanding(self) -> Outstanding:
+        """How far the unfinished sequences are."""
+        scheduler, table = self._scheduler, self._table
+        rows = np.array([s.row for s in scheduler.running], dtype=np.int32)
+        waiting = list(scheduler.waiting)
+        lengths = [len(s.tokens) for s in waiting]
+        held = np.concatenate([table.num_tokens[rows], np.array(lengths, dtype=np.int32)])
+        prompts = np.concatenate([table.prompt_len[rows], np.array([s.prompt_len for s in waiting], dtype=np.int32)])
+        ends = np.concatenate([table.end[rows], np.array([s.end for s in waiting], dtype=np.int32)])
+        return Outstanding(held - prompts, ends - held)
 
     def forget(self) -> None:
         """Empty the prefix cache and the statistics (after a warm-up, say). Nothing may be under way."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from packhorse.engine.histogram import COUNTS, TOKENS, Histogram, HistogramSnapshot
+from packhorse.runner.base import Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,14 @@ class EngineStats:
     @property
     def failed_requests(self) -> int:
         return self.finished.get("error", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """Sequences that have not ended. generated: int32[S], tokens so far. most_left: int32[S], that may follow."""
+
+    generated: Int32
+    most_left: Int32
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from packhorse.api.requests import ApiRequest, engine_requests, parse_request, refuse_other_model, tokenize
@@ -50,6 +51,18 @@ class UnknownField:
     lines: int = 0
 
 
+def seeded(request: Request) -> Request:
+    """The request with a seed that follows from the job, the line and the prompt, unless it has one or needs none.
+
+    So a job that is resumed or run again gives the same file, and no two prompts of it share their random numbers.
+    """
+    if request.params.greedy or request.params.seed is not None:
+        return request
+    digest = hashlib.sha256(request.request_id.encode()).digest()
+    seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as the engine's own
+    return replace(request, params=request.params.model_copy(update={"seed": seed}))
+
+
 @dataclass(frozen=True, slots=True)
 class Preparer:
     """What all lines of a job have in common.
@@ -89,7 +102,7 @@ class Preparer:
         self._note_unknown(number, (*line.unknown_fields, *request.unknown_fields))
         prompts = tokenize(request, self.tokenizer)
         requests = engine_requests(request, prompts, request_id(self.job_id, number))
-        return PreparedLine(number, custom_id, request, requests)
+        return PreparedLine(number, custom_id, request, list(map(seeded, requests)))
 
     def _refuse_duplicate(self, line: int, custom_id: CustomId) -> None:
         first = self.duplicates.first_line(line)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from packhorse.jobs.forecast import TimeLeft, time_left
 from packhorse.jobs.prepare import UnknownField
 from packhorse.jobs.serving import Serving, serving
 from packhorse.jobs.tally import Tally
 
 if TYPE_CHECKING:
     from packhorse.engine.engine import Engine
+    from packhorse.engine.histogram import HistogramSnapshot
     from packhorse.engine.stats import EngineStats
 
 PROGRESS_SECONDS = 0.25
@@ -31,7 +33,7 @@ class JobProgress:
 
     total, done, failed: lines, those of earlier starts included (`kept` of them). prompt_tokens, generated_tokens:
     through the model since this start. running, waiting: sequences. elapsed: seconds since the first request.
-    serving: of this start.
+    left: None when nothing is known. serving: of this start.
     """
 
     stage: Stage
@@ -46,6 +48,7 @@ class JobProgress:
     blocks_used: int = 0
     blocks_total: int = 0
     elapsed: float = 0.0
+    left: TimeLeft | None = None
     serving: Serving = field(default_factory=Serving)
 
 
@@ -177,6 +180,7 @@ class Watch:
         assert first is not None
         assert tally is not None
         generated = stats.generated_tokens - first.generated_tokens
+        elapsed = self._clock() - self._started_at
         self._now = replace(
             self._now,
             done=tally.done,
@@ -188,10 +192,23 @@ class Watch:
             waiting=stats.num_waiting,
             blocks_used=stats.blocks_used,
             blocks_total=stats.blocks_total,
-            elapsed=self._clock() - self._started_at,
+            elapsed=elapsed,
+            left=time_left(
+                engine.outstanding(),
+                unread_lines=max(0, self._now.total - tally.done - engine.num_unfinished),
+                finished_lines=tally.done - self._now.kept,
+                finished_tokens=tally.completion_tokens - self._first_tokens[1],
+                tokens_per_s=_rate(generated, elapsed),
+                token_seconds=_mean_between(stats.inter_token_latency, first.inter_token_latency),
+            ),
             serving=serving(stats, first),
         )
         self._on_progress(self._now)
+
+
+def _mean_between(now: HistogramSnapshot, first: HistogramSnapshot) -> float | None:
+    count = now.count - first.count
+    return (now.total - first.total) / count if count else None
 
 
 def _rate(count: int, seconds: float) -> float:
