@@ -308,6 +308,42 @@ def test_a_beginning_of_1000_tokens_is_computed_once_for_64_requests(policy: str
     assert computed <= 0.1 * whole
 
 
+@pytest.mark.parametrize("policy", ["continuous", "dynamic", "static"])
+@pytest.mark.parametrize("budget", [64, 512, 65_536])
+def test_who_arrives_in_the_same_step_computes_a_common_beginning_once(policy: str, budget: int) -> None:
+    engine = scripted_engine(
+        num_blocks=6000, policy=policy, batch_size=16, max_num_batched_tokens=budget, max_model_len=2000
+    )
+    prompts = [[*BASE[:200], number, 90 - number] for number in range(16)]
+    for number, prompt in enumerate(prompts):
+        engine.submit(request(str(number), prompt, max_tokens=4))
+    outputs = finish_all(engine)
+    assert engine.stats().prefix_hits == 15 * 192
+    assert [outputs[str(number)].outputs[0].token_ids for number in range(16)] == [
+        without(prompt, max_tokens=4) for prompt in prompts
+    ]
+
+
+def test_who_waits_for_a_common_beginning_waits_one_step_and_others_do_not() -> None:
+    engine = scripted_engine()
+    for name, prompt in (("a", BASE[:40]), ("b", BASE[100:140]), ("c", BASE[:40])):
+        engine.submit(request(name, prompt, max_tokens=9))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().computed_tokens) == (2, 80)
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().prefix_hits) == (3, 32)
+    finish_all(engine)
+
+
+def test_nobody_waits_for_a_beginning_that_is_no_whole_block() -> None:
+    engine = scripted_engine()
+    for name in "ab":
+        engine.submit(request(name, [*BASE[:15], ord(name) - 90, 3], max_tokens=2))
+    engine.step()
+    assert engine.stats().num_running == 2
+    finish_all(engine)
+
+
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 30), st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9)),

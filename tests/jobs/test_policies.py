@@ -58,7 +58,7 @@ def test_static_batches_are_full_but_the_last(bench: Bench) -> None:
 
 def test_dynamic_batches_wait_for_their_own_kind_while_more_lines_come(bench: Bench) -> None:
     """One line in eight is long, and no time passes: a batch of long ones starts when four of them have come."""
-    bench.write(*[prompt("x" * 50 if i % 8 == 3 else "ab", max_tokens=5) for i in range(128)])
+    bench.write(*[prompt(chr(97 + i // 8) * 50 if i % 8 == 3 else "ab", max_tokens=5) for i in range(128)])
     model, engine = watched(policy="dynamic", batch_size=4, length_buckets=[16])
     runner = runner_of(engine)
     config = EngineConfig(policy="dynamic", batch_size=4, length_buckets=[16], max_num_seqs=8)
@@ -115,12 +115,12 @@ def test_the_report_has_the_engines_latencies_and_hits(bench: Bench) -> None:
     model = JobModel("scripted", "0", frozenset({"scripted"}), lambda: (engine, tokenizer))
     report = bench.run(lambda: model, clock=clock, on_progress=told.append)
     figures = report.serving
-    assert figures.mean_batch_size == 2.0
+    assert figures.mean_batch_size == 16 / 9, "the second waits a step for what the first computes"
     assert figures.itl_p50_s == pytest.approx(0.5, rel=0.5)
     assert figures.ttft_p50_s is not None
     assert figures.ttft_p95_s == pytest.approx(2.5, rel=0.5), "the second pair waited for the first"
     assert figures.queue_p95_s == pytest.approx(2.0, rel=0.5)
-    assert figures.prefix_hit_rate == pytest.approx(2 * 32 / (4 * 40))
+    assert figures.prefix_hit_rate == pytest.approx(3 * 32 / (4 * 40))
     assert figures.preemptions == 0
     assert told[-2].serving == figures, "the last look at the running job"
 

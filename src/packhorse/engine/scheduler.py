@@ -219,6 +219,7 @@ class Scheduler:
         left = self._prefill_budget(decoding) - (int(counts.sum()) - decoding)
         new_rows: list[int] = []
         new_counts: list[int] = []
+        prefilling = rows[self.table.num_tokens[rows] - self.table.num_computed[rows] > 1].tolist()
         spare = self._spare_blocks() if left and len(self.waiting) else 0
         limit = min(self.concurrency_limit, self._crowd)
         while left and self.table.num_free_rows and len(self.running) < limit:
@@ -227,6 +228,8 @@ class Scheduler:
             if sequence is None:
                 break
             known = self._known_prefix(sequence)
+            if self._soon_known(sequence, len(known), prefilling):
+                break  # in the next step it finds what this one computes
             # The whole prompt must fit beside what running prefills still need, with a block for each running
             # sequence to grow into: without that, admissions would be preempted at once, again and again. Blocks
             # that others own already cost nothing.
@@ -238,6 +241,7 @@ class Scheduler:
             spare, left = spare - cost, left - count
             new_rows.append(sequence.row)
             new_counts.append(count)
+            prefilling.append(sequence.row)
         if not new_rows:
             return rows, counts
         self._rows = None
@@ -270,6 +274,22 @@ class Scheduler:
     def _known_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks whose contents need not be computed: of all but the last token, whose logits are wanted."""
         return self.pool.find(sequence.tokens[:-1], self._block_size) if self._looks_up(sequence) else []
+
+    def _soon_known(self, sequence: Sequence, known: int, prefilling: list[int]) -> bool:
+        """Whether this step computes the next block of the sequence's beginning, of which `known` blocks are known.
+
+        prefilling: rows of the step. Room is left in it, so all of them but the last to enter get all that they want.
+        """
+        begin, end = known * self._block_size, (known + 1) * self._block_size
+        if not prefilling or end >= len(sequence.tokens) or not self._looks_up(sequence):
+            return False
+        table, tokens = self.table, sequence.tokens
+        alike = (table.token_ids[prefilling, begin:end] == tokens[begin:end]).all(axis=1)
+        return any(
+            table.num_computed[row] < end <= table.num_tokens[row]
+            and np.array_equal(table.token_ids[row, :begin], tokens[:begin])
+            for row in itertools.compress(prefilling, alike.tolist())
+        )
 
     def _looks_up(self, sequence: Sequence) -> bool:
         return self._prefix_caching and not sequence.wants_prompt_logprobs
