@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from packhorse.cli.settings import default_text
-from packhorse.config import EngineConfig, load_config
+from packhorse.config import EngineConfig, ServerConfig, load_config, load_server_config
 from packhorse.errors import ConfigError
 
 
@@ -94,7 +94,7 @@ def test_buckets_are_a_list_or_a_text_with_commas(buckets: Any) -> None:
 
 
 def test_every_setting_is_described() -> None:
-    for name, field in EngineConfig.model_fields.items():
+    for name, field in (*EngineConfig.model_fields.items(), *ServerConfig.model_fields.items()):
         assert field.description, name
         assert field.description.endswith("."), name
 
@@ -104,7 +104,8 @@ def test_the_page_of_settings_has_every_one_with_its_default_and_meaning_and_no_
     shown = [line for line in page.read_text("utf-8").splitlines() if line.startswith("| `")]
     assert shown == [
         f"| `{name}` | {default_text(field.default) or '–'} | {field.description} |"
-        for name, field in EngineConfig.model_fields.items()
+        for settings in (EngineConfig, ServerConfig)
+        for name, field in settings.model_fields.items()
     ]
 
 
@@ -151,3 +152,21 @@ def test_a_bad_setting_of_a_file_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=name) as refusal:
             load_config({}, file)
         assert refusal.value.param == name
+
+
+def test_a_servers_settings_stand_in_a_table_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('threads = 3\n[server]\nport = 9\nserved_model_name = "a"\napi_key = ["k", "l"]\n', "utf-8")
+    assert load_config({}, file) == EngineConfig(threads=3)
+    found = load_server_config({"host": "::1", "port": None}, file)
+    assert found == ServerConfig(port=9, host="::1", served_model_name=("a",), api_key=("k", "l"))
+    assert load_server_config({"port": 10, "api_key": ["m"]}, file).port == 10
+    for line, name in (("[server]\nports = 3", "ports"), ("[server]\nport = -1", "port"), ("server = 3", "server")):
+        file.write_text(line, "utf-8")
+        with pytest.raises(ConfigError, match=name) as refusal:
+            load_server_config({}, file)
+        assert refusal.value.param == name
+
+
+def test_two_settings_never_share_a_name() -> None:
+    assert not EngineConfig.model_fields.keys() & ServerConfig.model_fields.keys()
