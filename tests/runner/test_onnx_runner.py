@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,3 +189,25 @@ def test_room_grows_by_doubling(tmp_path: Path) -> None:
     buffers = StepBuffers(load_manifest(build_pack(tmp_path, PLAIN)))
     moves = sum(buffers.reserve(tokens, 1) for tokens in range(1, 257))
     assert moves <= 9
+
+
+def test_memory_that_could_not_be_had_leaves_none_and_a_smaller_step_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = StepBuffers(load_manifest(build_pack(tmp_path, PLAIN)))
+    buffers.reserve(8, 1)
+    zeros, calls = np.zeros, itertools.count()
+
+    def short(*some: Any, **more: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError
+        return zeros(*some, **more)
+
+    monkeypatch.setattr("packhorse.runner.buffers.np.zeros", short)
+    with pytest.raises(MemoryError):
+        buffers.reserve(64, 1)
+    assert buffers.nbytes == 0
+    assert not buffers.fits(1, 1)
+    assert buffers.reserve(16, 1)
+    assert buffers.fits(16, 1)
+    assert not buffers.fits(17, 1)

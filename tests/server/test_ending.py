@@ -37,16 +37,17 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def running(server: ServerProcess, pool: ThreadPoolExecutor, *bodies: dict[str, Any]) -> list[Future[httpx2.Response]]:
-    """Requests that the engine has, some of them in its queue."""
-    asked = [pool.submit(post, server, one) for one in bodies]
-    present = lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting")  # noqa: E731
-    until(lambda: present() == len(bodies))
+    """Requests that the engine has, in this order, the last of them in its queue if there is no place."""
+    asked: list[Future[httpx2.Response]] = []
+    for one in bodies:
+        asked.append(pool.submit(post, server, one))
+        until(lambda: len(asked) == server.metric("num_requests_running") + server.metric("num_requests_waiting"))
     return asked
 
 
 def test_c16_a_signal_lets_all_that_was_taken_in_finish_and_takes_nothing_new(pool: ThreadPoolExecutor) -> None:
     with ServerProcess(MODEL, "--num-blocks", "256", "--max-num-seqs", "2", "--log-prompts") as server:
-        asked = running(server, pool, body(120, stream=True), body(60), body(8, stream=True), body(8))
+        asked = running(server, pool, body(160, stream=True), body(100), body(8, stream=True), body(8))
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx2.get(f"{server.url}/health/ready").status_code == 503)
         assert httpx2.get(f"{server.url}/health/ready").json() == {"status": "draining"}
@@ -57,7 +58,7 @@ def test_c16_a_signal_lets_all_that_was_taken_in_finish_and_takes_nothing_new(po
         streamed, whole, queued_stream, queued = [one.result() for one in asked]
         assert events_of(streamed)[-1]["choices"][0]["finish_reason"] == "length"
         assert events_of(queued_stream)[-1]["choices"][0]["finish_reason"] == "length"
-        assert [answer.json()["usage"]["completion_tokens"] for answer in (whole, queued)] == [60, 8]
+        assert [answer.json()["usage"]["completion_tokens"] for answer in (whole, queued)] == [100, 8]
         assert server.process.wait(PATIENCE) == 0
         assert '"clean":true' in server.log()
 

@@ -349,7 +349,7 @@ class Engine:
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         """End the requests of these sequences, all their choices, with the error."""
-        failure = error if isinstance(error, PackhorseError) else StepError(f"A step failed: {error!r}.")
+        failure = _as_failure(error)
         failure.__cause__ = error if failure is not error else error.__cause__
         for request_id in dict.fromkeys(s.request_id for s in sequences):
             state = self._states[request_id]
@@ -447,3 +447,12 @@ class Engine:
                 self._counters.time_to_first_token.observe(now - state.arrival_time)
                 if self._adaptive is not None and state.first_scheduled_time is not None:
                     self._adaptive.first_token(now - state.first_scheduled_time)
+
+
+def _as_failure(error: Exception) -> PackhorseError:
+    """An error of a step as its requests carry it."""
+    if isinstance(error, PackhorseError):
+        return error
+    if isinstance(error, MemoryError):  # beside the runner, which has its own way to say so
+        return OutOfMemory(f"A step needs more memory than there is: {error!r}.")
+    return StepError(f"A step failed: {error!r}.")

@@ -57,17 +57,27 @@ class StepBuffers:
         self._buffers: list[npt.NDArray[Any]] = []
         self.places = self._assign(values, list(program(manifest)))
 
+    def fits(self, tokens: int, rows: int) -> bool:
+        """Whether there is room for a step of `tokens` and `rows` without moving memory."""
+        needed = self._needed(tokens, rows)
+        return bool(self._buffers) and all(b.size >= n for b, n in zip(self._buffers, needed, strict=True))
+
     def reserve(self, tokens: int, rows: int) -> bool:
         """Make room for a step of `tokens` and `rows`. True if memory moved, so that old views are worth nothing.
 
-        Room grows by doubling, so a run of slowly growing steps moves it a few times only.
+        Room grows by doubling, so a run of slowly growing steps moves it a few times only. Raises MemoryError when there
+        is none; then no room is left at all.
         """
-        needed = [_elements(kind, tokens, rows) for kind in self._kinds]
-        if self._buffers and all(b.size >= n for b, n in zip(self._buffers, needed, strict=True)):
+        if self.fits(tokens, rows):
             return False
+        needed = self._needed(tokens, rows)
         room = [max(n, 2 * b.size if b.size < n else b.size) for b, n in self._with_sizes(needed)]
         self._buffers.clear()  # the old ones first: both at once might not fit
-        self._buffers.extend(np.zeros(n, _numpy_type(k)) for n, k in zip(room, self._kinds, strict=True))
+        try:
+            self._buffers.extend(np.zeros(n, _numpy_type(k)) for n, k in zip(room, self._kinds, strict=True))
+        except MemoryError:
+            self._buffers.clear()  # none rather than some: the next step, a smaller one, begins anew
+            raise
         return True
 
     def view(self, name: str, tokens: int, rows: int) -> npt.NDArray[Any]:
@@ -79,6 +89,9 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers)
+
+    def _needed(self, tokens: int, rows: int) -> list[int]:
+        return [_elements(kind, tokens, rows) for kind in self._kinds]
 
     def _with_sizes(self, needed: list[int]) -> Iterable[tuple[npt.NDArray[Any], int]]:
         buffers = self._buffers or [np.empty(0, np.uint8)] * len(needed)

@@ -127,8 +127,9 @@ class OnnxRunner:
 
     def _step(self, tokens: int, rows: int) -> _BoundStep:
         """The bound step for this shape, from the kept ones if it is there."""
-        if self._buffers.reserve(tokens, rows):
-            self._bound.clear()
+        if not self._buffers.fits(tokens, rows):
+            self._bound.clear()  # it holds the memory that is about to be given back
+            self._buffers.reserve(tokens, rows)
         key = tokens, rows
         step = self._bound.get(key)
         if step is None:
