@@ -65,8 +65,8 @@ class StepBuffers:
     def reserve(self, tokens: int, rows: int) -> bool:
         """Make room for a step of `tokens` and `rows`. True if memory moved, so that old views are worth nothing.
 
-        Room grows by doubling, so a run of slowly growing steps moves it a few times only. Raises MemoryError when there
-        is none; then no room is left at all.
+        Room grows by doubling, so a run of slowly growing steps moves it a few times only. Raises MemoryError when it
+        cannot be had; then no room is left at all.
         """
         if self.fits(tokens, rows):
             return False
